@@ -107,20 +107,20 @@ def run(way: str, train_s: float, o: argparse.Namespace) -> list[Seen]:
             process.start()
         for _, writer in pipes:
             writer.close()  # so that a rank that dies is noticed
-        found: list[Seen] = [reader.recv() for reader, _ in pipes]
+        reports: list[Seen] = [reader.recv() for reader, _ in pipes]
         for process in processes:
             process.join()
-    return found
+    return reports
 
 
-def figures(found: list[Seen], ideal_s: float, change: int) -> dict[str, float]:
-    step = found[0].steps
+def figures(reports: list[Seen], ideal_s: float, change: int) -> dict[str, float]:
+    step = reports[0].steps
     before, after = step[FIRST:change], step[change + SETTLED :]
     means = np.convolve(step[change:], np.ones(WINDOW) / WINDOW, "valid")
     again = np.flatnonzero(means <= 1.1 * before.mean())
     return {
         "before / ideal": before.mean() / ideal_s,
-        "heavy waits": found[1].waits[FIRST:change].sum() / before.sum(),
+        "heavy waits": reports[1].waits[FIRST:change].sum() / before.sum(),
         "change / ideal": means[: SETTLED - WINDOW].max() / ideal_s,
         "after / ideal": after.mean() / ideal_s,
         "again": float(again[0]) if len(again) else np.inf,
@@ -141,9 +141,9 @@ def main() -> None:
         for _ in range(o.rounds):
             for part in TRAINING:
                 for way in WAYS:
-                    found = run(way, part * supply_s, o)
-                    one = figures(found, max(1.0, part) * supply_s, o.steps)
-                    turns.setdefault((part, way), []).append(one)
+                    reports = run(way, part * supply_s, o)
+                    turn = figures(reports, max(1.0, part) * supply_s, o.steps)
+                    turns.setdefault((part, way), []).append(turn)
     rows: list[dict[str, object]] = []
     for (part, way), rounds in turns.items():
         row: dict[str, object] = {"training": part, "workers": way}

@@ -180,7 +180,7 @@ def compare(name: str, paths: list[str], o: argparse.Namespace) -> dict[str, obj
         kept = loader(LIMIT)
         ways = {"torch": theirs, "creel": creel.DataLoader(plain, **options)}
         ways |= {"first": kept, "later": kept}
-        rounds.append({way: epoch(one) for way, one in ways.items()})
+        rounds.append({way: epoch(batches) for way, batches in ways.items()})
         del kept, ways
         epoch(loader(named))
         rounds[-1]["next"] = epoch(loader(named))

@@ -137,7 +137,7 @@ def settings(load: Workload, folder: Path, workers: int) -> list[str]:
     return ["workload=default", *(f"++workload.{k}={v}" for k, v in values.items())]
 
 
-def dlio(way: str, what: list[str], out: Path, *, generate: bool, ranks: int = 1) -> None:
+def dlio(way: str, arguments: list[str], out: Path, *, generate: bool, ranks: int = 1) -> None:
     """Run DLIO once."""
     mpi = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
     flags = [f"++workload.workflow.generate_data={generate}", f"hydra.run.dir={out}"]
@@ -145,7 +145,7 @@ def dlio(way: str, what: list[str], out: Path, *, generate: bool, ranks: int = 1
     again = [sys.executable, str(Path(__file__).resolve()), "--dlio", way]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for mpiexec
     done = subprocess.run(
-        [*mpi, *again, *what, *flags],
+        [*mpi, *again, *arguments, *flags],
         cwd=out.parent,
         env=os.environ | {"PATH": path},
         capture_output=True,
@@ -176,9 +176,9 @@ def row(name: str, ranks: int, o: argparse.Namespace) -> dict[str, object]:
                     where = data if way == CACHED else mount
                     dlio(way, settings(load, where, o.workers), out, generate=False, ranks=ranks)
                     opens[way] = fs.totals()["opens"]
-                found = json.loads(Path(out, "summary.json").read_text())["metric"]
-                speed[way].append(found["train_throughput_samples_per_second"])
-                busy[way] = found["train_au_percentage"][-1]
+                metric = json.loads(Path(out, "summary.json").read_text())["metric"]
+                speed[way].append(metric["train_throughput_samples_per_second"])
+                busy[way] = metric["train_au_percentage"][-1]
     best = ranks * load.batch / load.compute_s
     speed["best"] = [[best] * EPOCHS] * o.rounds
 
@@ -187,7 +187,7 @@ def row(name: str, ranks: int, o: argparse.Namespace) -> dict[str, object]:
             [b / a for a, b in zip(torchs[epochs], others[epochs], strict=True)]
             for torchs, others in zip(speed["torch"], speed[way], strict=True)
         ]
-        return median([geometric_mean(one) for one in each])
+        return median([geometric_mean(speeds) for speeds in each])
 
     return {
         "workload": name, "ranks": ranks,
@@ -226,7 +226,7 @@ def main() -> None:
     for ranks in o.ranks:
         rows = [row(name, ranks, o) for name in o.workloads]
         ratios = [name for name, value in rows[0].items() if isinstance(value, float)]
-        means = {r: round(geometric_mean([float(str(one[r])) for one in rows]), 2) for r in ratios}
+        means = {r: round(geometric_mean([float(str(row[r])) for row in rows]), 2) for r in ratios}
         report([*rows, {**dict.fromkeys(rows[0], ""), "workload": "geometric mean", **means}])
 
 

@@ -170,21 +170,21 @@ def of_layouts(o: argparse.Namespace) -> list[dict[str, object]]:
             data.mkdir()
             fill(layout, data, o.files)
             with SlowFS(str(data), str(mount), bandwidth=o.bandwidth, open_latency=3.0):  # type: ignore[no-untyped-call]
-                told = explained(str(script), layout, str(mount), "")["reads"]
+                answer = explained(str(script), layout, str(mount), "")["reads"]
                 command = [sys.executable, str(script), layout, str(mount), "served"]
                 seconds = [json.loads(line)[1] for line in _output(command).splitlines()]
-            if told is None or told["epoch_s"] is None:
+            if answer is None or answer["epoch_s"] is None:
                 rows.append({"set-up": layout, "epoch foretold, s": "nothing"})
             else:
-                rows.append(row(layout, told["epoch_s"], float(np.median(seconds[2:]))))
+                rows.append(row(layout, answer["epoch_s"], float(np.median(seconds[2:]))))
     return rows
 
 
 def explained(script: str, *arguments: str, ranks: int = 1) -> dict[str, Any]:
-    how = ["--json", "--ranks", str(ranks)]
-    command = [sys.executable, "-m", "creel", "explain", *how, script, *arguments]
-    told: dict[str, Any] = json.loads(_output(command))
-    return told
+    flags = ["--json", "--ranks", str(ranks)]
+    command = [sys.executable, "-m", "creel", "explain", *flags, script, *arguments]
+    answer: dict[str, Any] = json.loads(_output(command))
+    return answer
 
 
 def epochs(script: str, *arguments: str, ranks: int = 1) -> list[float]:
@@ -212,14 +212,14 @@ def row(name: str, foretold_s: float, came_s: float, reads: str = "") -> dict[st
 
 def of_decoding(script: str, data: str) -> list[dict[str, object]]:
     """Decoding takes 16 ms a batch."""
-    told = explained(script, data, "1", "0.002", "1")
-    by_workers = {one["workers"]: one["epoch_s"] for one in told["by_workers"]}
+    answer = explained(script, data, "1", "0.002", "1")
+    by_workers = {case["workers"]: case["epoch_s"] for case in answer["by_workers"]}
     rows = []
     for workers in (1, 2):
         came_s = float(np.median(epochs(script, data, str(workers), "0.002", "1")[1:]))
         rows.append(row(f"decode-bound, {workers} workers", by_workers[workers], came_s))
-    told = explained(script, data, "1", "0.002", "2", ranks=2)
-    by_workers = {one["workers"]: one["epoch_s"] for one in told["by_workers"]}
+    answer = explained(script, data, "1", "0.002", "2", ranks=2)
+    by_workers = {case["workers"]: case["epoch_s"] for case in answer["by_workers"]}
     for workers in (1, 2):
         its = epochs(script, data, str(workers), "0.002", "2", ranks=2)[1:]
         name = f"2 ranks, decoding 1 : 2, {workers} workers each"
@@ -232,8 +232,8 @@ def of_storage(
 ) -> list[dict[str, object]]:
     rows = []
     with SlowFS(data, mount, bandwidth=o.bandwidth):  # type: ignore[no-untyped-call]
-        told = explained(script, mount, "2", "0.001", "1", ranks=ranks)
-    by_memory = {one["share"]: one for one in told["by_memory"]}
+        answer = explained(script, mount, "2", "0.001", "1", ranks=ranks)
+    by_memory = {case["share"]: case for case in answer["by_memory"]}
     for share in (0.5, 1.0)[: 3 - ranks]:
         held = int(share * o.files * (NBYTES + 4096 - NBYTES % 4096)) + (4 << 20) * (share == 1.0)
         with (
@@ -244,11 +244,11 @@ def of_storage(
             seconds = epochs(script, mount, "2", "0.001", "1", ranks=ranks)
             opens = fs.totals()["opens"]
         later = (opens - o.files) / (EPOCHS - 1)
-        one = by_memory[share]
+        case = by_memory[share]
         came_s = float(np.median(seconds[1:]))
-        reads = f"{one['reads']}, {later:.0f}"
+        reads = f"{case['reads']}, {later:.0f}"
         name = "2 ranks, " * (ranks == 2) + f"slow storage, {share:.0%} in memory"
-        rows.append(row(name, one["epoch_s"], came_s, reads))
+        rows.append(row(name, case["epoch_s"], came_s, reads))
     return rows
 
 

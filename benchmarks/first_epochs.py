@@ -63,7 +63,7 @@ def train(loader: Any, epochs: int) -> tuple[list[float], list[float]]:
 
 def run(o: argparse.Namespace) -> dict[str, Any]:
     """Train in both ways; return the figures."""
-    found: dict[str, Any] = {"files": o.files, "batch": o.batch, "epochs": o.epochs, **machine()}
+    result: dict[str, Any] = {"files": o.files, "batch": o.batch, "epochs": o.epochs, **machine()}
     losses = []
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         data, mount = Path(name, "data"), str(Path(name, "mount"))
@@ -76,11 +76,11 @@ def run(o: argparse.Namespace) -> dict[str, Any]:
                 torch.manual_seed(0)
                 loader = make(dataset, batch_size=o.batch, shuffle=True, num_workers=2)
                 done, lost = train(loader, o.epochs)
-                found[way] = {"s": [round(t, 3) for t in done], "opens": fs.totals()["opens"]}
+                result[way] = {"s": [round(t, 3) for t in done], "opens": fs.totals()["opens"]}
                 losses.append(lost)
                 del loader
     assert losses[0] == losses[1], "the batches differ"
-    return found
+    return result
 
 
 def draw(figures: dict[str, Any]) -> None:

@@ -102,9 +102,9 @@ def loader_for(way: str, mount: str, ranks: int, rank: int) -> tuple[Any, Any]:
     paths = sorted(str(path) for path in Path(mount).iterdir() if not path.name.startswith("."))
     data: Any = Plain(paths) if way == "torch" else creel.FileDataset(paths, decode=decode)
     sampler: Any = DistributedSampler(data, ranks, rank, seed=7)
-    how = {"num_workers": WORKERS, "persistent_workers": True, "drop_last": True}
+    arguments = {"num_workers": WORKERS, "persistent_workers": True, "drop_last": True}
     kind: Any = DataLoader if way == "torch" else creel.DataLoader
-    return kind(data, BATCH, sampler=sampler, **how), sampler
+    return kind(data, BATCH, sampler=sampler, **arguments), sampler
 
 
 def train(way: str, mount: str, ranks: int, rank: int, epochs: int) -> Iterator[Seen]:
@@ -166,16 +166,16 @@ def run(way: str, data: str, nbytes: int, ranks: int, epochs: int) -> Run:
     return Run(seen, opens[1] - opens[0])
 
 
-def figures(found: Run, files: int, ranks: int) -> dict[str, float]:
+def figures(run: Run, files: int, ranks: int) -> dict[str, float]:
     """Return a round's figures of one way."""
-    later = len(found.ranks[0].epochs)
+    later = len(run.ranks[0].epochs)
     steps = files // ranks // BATCH
-    epoch_s = median([max(times) for times in zip(*(r.epochs for r in found.ranks), strict=True)])
-    waits = np.array([r.waits for r in found.ranks])
+    epoch_s = median([max(times) for times in zip(*(r.epochs for r in run.ranks), strict=True)])
+    waits = np.array([r.waits for r in run.ranks])
     return {
         "epoch_s": epoch_s,
         "slowdown": epoch_s / (steps * TRAIN_S),
-        "reads": found.opens / later / (steps * BATCH * ranks),
+        "reads": run.opens / later / (steps * BATCH * ranks),
         "uneven": float((waits.max(0) - waits.min(0)).mean() / TRAIN_S),
     }
 
@@ -191,7 +191,7 @@ def compared(name: str, size: Size, ranks: int, epochs: int, rounds: int) -> dic
     row: dict[str, object] = {"experiment": name, "ranks": ranks, "memory": round(size.held, 2)}
     for key in ("slowdown", "reads", "uneven"):
         for way, its in turns.items():
-            row[f"{key}, {way}"] = round(median([one[key] for one in its]), 2)
+            row[f"{key}, {way}"] = round(median([turn[key] for turn in its]), 2)
     pairs = zip(*turns.values(), strict=True)
     return row | {
         "torch / creel": round(median([a["epoch_s"] / b["epoch_s"] for a, b in pairs]), 2)
@@ -205,23 +205,28 @@ def simulated(name: str, nodes: int, scale: int) -> dict[str, object]:
     step_s = 0.1
     # As above: the storage gives a step's samples of 4 nodes in 2.2 times the time of a step.
     source = 4 * ranks * batch * MEAN / step_s / 2.2
-    found = {}
+    by_way = {}
     for way, held in (("torch", nbytes), ("creel", memory)):
         job = Scenario(
-            *(nodes, samples // scale, nbytes, held, batch, ranks),
+            nodes,
+            samples // scale,
+            nbytes,
+            held,
+            batch,
+            ranks,
             epochs=3,
             link_speed=12.5e9,
             source_speed=source,
             step_s=step_s,
         )
-        found[way] = job, list(replay(job))[-1]
+        by_way[way] = job, list(replay(job))[-1]
     row: dict[str, object] = {"experiment": f"{name}, {nodes} nodes", "ranks": nodes * ranks}
-    job, _ = found["creel"]
+    job, _ = by_way["creel"]
     row["memory"] = round(min(job.capacity, 1.0), 2)
-    for way, (job, epoch) in found.items():
+    for way, (job, epoch) in by_way.items():
         row[f"slowdown, {way}"] = round(epoch.seconds / (job.steps * step_s), 2)
         row[f"reads, {way}"] = round(epoch.source, 2)
-    epochs = [epoch.seconds for _, epoch in found.values()]
+    epochs = [epoch.seconds for _, epoch in by_way.values()]
     return row | {"torch / creel": round(epochs[0] / epochs[1], 2)}
 
 

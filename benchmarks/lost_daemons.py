@@ -45,8 +45,8 @@ def run(fault: str, epoch_s: float, files: int, more: dict[str, str]) -> dict[st
         with jobs.job(cluster, WORLD, words, memory, more=more) as ranks:
             for epoch in range(FAULT):
                 _epoch(ranks, epoch, files)
-            for one in ranks:
-                one.next("half")
+            for rank in ranks:
+                rank.next("half")
             marks.append(int(storage.totals()["opens"]))
             strike(cluster, fault)
             for epoch in range(FAULT, EPOCHS):
@@ -66,10 +66,10 @@ def run(fault: str, epoch_s: float, files: int, more: dict[str, str]) -> dict[st
 
 def _epoch(ranks: list[Any], epoch: int, files: int) -> float:
     """Check an epoch of all ranks; return the longest wait for a batch."""
-    said = [one.next("epoch")["epoch"] for one in ranks]
-    for rank, one in enumerate(said):
-        assert one["digest"] == jobs.digest(files, rank, WORLD, epoch), (rank, epoch)
-    return max(float(one["slowest"]) for one in said)
+    said = [rank.next("epoch")["epoch"] for rank in ranks]
+    for rank, answer in enumerate(said):
+        assert answer["digest"] == jobs.digest(files, rank, WORLD, epoch), (rank, epoch)
+    return max(float(answer["slowest"]) for answer in said)
 
 
 def strike(cluster: Any, fault: str) -> None:

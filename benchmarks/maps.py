@@ -138,10 +138,10 @@ def row(layout: str, workers: int, rounds: list[tuple[Epoch, Epoch]]) -> dict[st
     """Return medians of both ways, and of the rounds' ratios."""
     out: dict[str, object] = {"layout": layout, "workers": workers}
     for way, its in zip(("torch", "creel"), zip(*rounds, strict=True), strict=True):
-        out[f"{way}: waits, s"] = round(median([one.wait_s for one in its]), 3)
-        out[f"{way}: first, s"] = round(median([one.first_s for one in its]), 3)
-        out[f"{way}: reads"] = round(median([one.reads for one in its]))
-        out[f"{way}: MB"] = round(median([one.nbytes / 1e6 for one in its]), 1)
+        out[f"{way}: waits, s"] = round(median([turn.wait_s for turn in its]), 3)
+        out[f"{way}: first, s"] = round(median([turn.first_s for turn in its]), 3)
+        out[f"{way}: reads"] = round(median([turn.reads for turn in its]))
+        out[f"{way}: MB"] = round(median([turn.nbytes / 1e6 for turn in its]), 1)
     out["waits, creel / torch"] = round(median([ours.wait_s / t.wait_s for t, ours in rounds]), 3)
     later = [(ours.wait_s - ours.first_s) / (t.wait_s - t.first_s) for t, ours in rounds]
     out["after the first batch"] = round(median(later), 3)

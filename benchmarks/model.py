@@ -95,12 +95,12 @@ def train(
 def windows(rows: list[list[int]], workers: int, batches: int) -> list[RankWindow]:
     """Return what a rank did in each of its windows."""
     counted = {"workers": workers, "cpu_s": 0.0, "busy_s": {"decode": 0.0, "collate": 0.0}}
-    found = []
+    rank_windows = []
     for first in range(FIRST, len(rows) - batches, batches):
-        one = window(counted, rows[first : first + batches + 1])
-        assert one is not None
-        found.append(one)
-    return found
+        rank_window = window(counted, rows[first : first + batches + 1])
+        assert rank_window is not None
+        rank_windows.append(rank_window)
+    return rank_windows
 
 
 def alone(o: argparse.Namespace, paths: list[str]) -> Iterable[dict[str, object]]:
@@ -110,8 +110,8 @@ def alone(o: argparse.Namespace, paths: list[str]) -> Iterable[dict[str, object]
         rows = train(paths, Costly(mean_s, cv, o.cpu), workers, train_s)
         seen = windows(rows, workers, o.batches)
         for now, then in itertools.pairwise(seen):
-            (told,) = forecast([now])
-            yield errors(told.step_s, told.wait_s, then) | {
+            (outlook,) = forecast([now])
+            yield errors(outlook.step_s, outlook.wait_s, then) | {
                 "workers": workers,
                 "cv": cv,
                 "training": rel,
@@ -151,13 +151,13 @@ def pairs(o: argparse.Namespace, paths: list[str]) -> Iterable[dict[str, object]
             process.start()
             processes.append(process)
             readers.append(reader)
-        told = [windows(reader.recv(), workers, o.batches) for reader in readers]
+        of_ranks = [windows(reader.recv(), workers, o.batches) for reader in readers]
         for process in processes:
             process.join()
-        for now, then in itertools.pairwise(zip(*told, strict=True)):
+        for now, then in itertools.pairwise(zip(*of_ranks, strict=True)):
             said = forecast(now)
-            waits = [one.waited_s / one.batches for one in then]
-            step_s = max(one.seconds / one.batches for one in then)
+            waits = [rank_window.waited_s / rank_window.batches for rank_window in then]
+            step_s = max(rank_window.seconds / rank_window.batches for rank_window in then)
             behind = abs(waits[0] - waits[1]) / step_s
             row = errors(said[0].step_s, max(s.wait_s for s in said), max(then, key=_waited))
             row |= {"workers": workers, "cv": cv, "training": rel, "heavier": heavier}
@@ -166,8 +166,8 @@ def pairs(o: argparse.Namespace, paths: list[str]) -> Iterable[dict[str, object]
             yield row
 
 
-def _waited(one: RankWindow) -> float:
-    return one.waited_s
+def _waited(rank_window: RankWindow) -> float:
+    return rank_window.waited_s
 
 
 def summary(name: str, rows: list[dict[str, object]]) -> dict[str, object]:
@@ -198,14 +198,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, fresh_name():
         os.environ["CREEL_DAEMON__LINGER_S"] = "30"  # one daemon for all set-ups
         paths = files(Path(folder), BATCH * (FIRST + 1 + WINDOWS * o.batches))
-        found = {
+        by_name = {
             f"{name} rank{'s' * (name == 'two')}": list(measure(o, paths))
             for name, measure in (("one", alone), ("two", pairs))
             if o.only in {None, name}
         }
     if o.rows:
-        report([row for rows in found.values() for row in rows])
-    report([summary(name, rows) for name, rows in found.items()])
+        report([row for rows in by_name.values() for row in rows])
+    report([summary(name, rows) for name, rows in by_name.items()])
 
 
 if __name__ == "__main__":

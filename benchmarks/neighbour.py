@@ -114,7 +114,9 @@ def job_s(kind: str, mount: str, files: int, step_s: float) -> float:
     return time.perf_counter() - began
 
 
-def one(kind: str, share: float, data: str, mount: str, o: argparse.Namespace) -> tuple[float, ...]:
+def one_round(
+    kind: str, share: float, data: str, mount: str, o: argparse.Namespace
+) -> tuple[float, ...]:
     """Return (time over that alone, rate over that alone) of a round."""
     rate = o.rate * 1e6
     step_s = BATCH * NBYTES / (share * rate)
@@ -151,10 +153,10 @@ def main() -> None:
             (data / f"{i:06}.bin").write_bytes(bytes(NBYTES))
         (data / "large.bin").write_bytes(bytes(LARGE))
         for share in o.shares:
-            found: dict[str, list[tuple[float, ...]]] = {"creel": [], "torch": []}
+            rounds: dict[str, list[tuple[float, ...]]] = {"creel": [], "torch": []}
             for _ in range(o.rounds):
-                for kind, of_kind in found.items():
-                    of_kind.append(one(kind, share, str(data), mount, o))
+                for kind, of_kind in rounds.items():
+                    of_kind.append(one_round(kind, share, str(data), mount, o))
             rows += [
                 {
                     "share": share,
@@ -162,7 +164,7 @@ def main() -> None:
                     "job": round(median([a for a, _ in of_kind]), 3),
                     "neighbour": round(median([b for _, b in of_kind]), 3),
                 }
-                for kind, of_kind in found.items()
+                for kind, of_kind in rounds.items()
             ]
     report(rows)
 

@@ -103,27 +103,27 @@ def obstore() -> Callable[[str], bytes]:
     return lambda key: bytes(store.get(key).bytes())
 
 
-def litdata_raw(**how: Any) -> Iterable[int]:
+def litdata_raw(**options: Any) -> Iterable[int]:
     from litdata import StreamingRawDataset
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001  it has no way for it
     data = StreamingRawDataset(f"s3://{BUCKET}/raw", storage_options=endpoint())
-    return DataLoader(data, **how)
+    return DataLoader(data, **options)
 
 
-def litdata_chunks(folder: str, **how: Any) -> Iterable[int]:
+def litdata_chunks(folder: str, **options: Any) -> Iterable[int]:
     from litdata import StreamingDataLoader, StreamingDataset
 
     given: Any = {"storage_options": endpoint(), "cache_dir": folder}
     data = StreamingDataset(f"s3://{BUCKET}/chunks", shuffle=True, **given)
     loader: Iterable[int] = StreamingDataLoader(
-        data, **{k: v for k, v in how.items() if k != "shuffle"}
+        data, **{k: v for k, v in options.items() if k != "shuffle"}
     )
     return loader
 
 
-def webdataset(shards: list[str], **how: Any) -> Iterable[int]:
+def webdataset(shards: list[str], **options: Any) -> Iterable[int]:
     import webdataset as wds
 
     client = s3_client()
@@ -134,16 +134,20 @@ def webdataset(shards: list[str], **how: Any) -> Iterable[int]:
     pipes = [f"pipe:curl -s -f '{url}'" for url in urls]
     split = wds.split_by_worker
     data = wds.WebDataset(pipes, shardshuffle=len(pipes), workersplitter=split, empty_check=False)
-    more = {k: v for k, v in how.items() if k != "shuffle"}
+    more = {k: v for k, v in options.items() if k != "shuffle"}
     return DataLoader(data.shuffle(1000).map(lambda sample: len(sample["bin"])), **more)
 
 
-def mosaicml(folder: str, **how: Any) -> Iterable[int]:
+def mosaicml(folder: str, **options: Any) -> Iterable[int]:
     from streaming import StreamingDataset
 
     os.environ["S3_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT_URL"]  # which its client reads
-    given: Any = {"local": folder, "batch_size": how["batch_size"], "shuffle": how.pop("shuffle")}
-    return DataLoader(StreamingDataset(remote=f"s3://{BUCKET}/mds", **given), **how)
+    given: Any = {
+        "local": folder,
+        "batch_size": options["batch_size"],
+        "shuffle": options.pop("shuffle"),
+    }
+    return DataLoader(StreamingDataset(remote=f"s3://{BUCKET}/mds", **given), **options)
 
 
 def s3_client() -> Any:
@@ -247,12 +251,12 @@ def store(args: argparse.Namespace, root: Path) -> Iterator[None]:
 
 def upload(root: Path) -> None:
     client = s3_client()
-    with_bucket = [one["Name"] for one in client.list_buckets()["Buckets"]]
+    with_bucket = [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]
     if BUCKET not in with_bucket:
         client.create_bucket(Bucket=BUCKET)
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
-        for one in page.get("Contents", []):
-            client.delete_object(Bucket=BUCKET, Key=one["Key"])
+        for stored in page.get("Contents", []):
+            client.delete_object(Bucket=BUCKET, Key=stored["Key"])
     for path in sorted(root.rglob("*")):
         if path.is_file():
             client.put_object(
@@ -264,8 +268,8 @@ def upload(root: Path) -> None:
 
 
 def run(name: str, make: Reader, args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    how: dict[str, Any] = {"batch_size": 32, "shuffle": True, "num_workers": args.workers}
-    loader = make(**how, collate_fn=lengths, persistent_workers=True)
+    options: dict[str, Any] = {"batch_size": 32, "shuffle": True, "num_workers": args.workers}
+    loader = make(**options, collate_fn=lengths, persistent_workers=True)
     for epoch in range(1, EPOCHS + 1):
         args.link.counts()
         start, cpu = time.monotonic(), tree_cpu_s()
@@ -290,18 +294,18 @@ def loads(name: str) -> bool:
 
 def peers(args: argparse.Namespace, keys: list[str], shards: list[str]) -> dict[str, Reader]:
     """Return the readers that are not creel's."""
-    found: dict[str, Reader] = {}
+    readers: dict[str, Reader] = {}
     for client in (boto3, s3torchconnector, obstore):
         if installed(client.__name__):
-            found[f"torch, {client.__name__}"] = partial(DataLoader, Raw(keys, client))
+            readers[f"torch, {client.__name__}"] = partial(DataLoader, Raw(keys, client))
     if args.endpoint and installed("litdata"):
-        found["LitData, raw files"] = litdata_raw
-        found["LitData, chunks"] = partial(litdata_chunks, f"{args.cache}/chunks")
+        readers["LitData, raw files"] = litdata_raw
+        readers["LitData, chunks"] = partial(litdata_chunks, f"{args.cache}/chunks")
     if args.mosaicml:
-        found["MosaicML Streaming"] = partial(mosaicml, f"{args.cache}/mds")
+        readers["MosaicML Streaming"] = partial(mosaicml, f"{args.cache}/mds")
     if installed("webdataset") and installed("boto3") and shutil.which("curl"):
-        found["WebDataset"] = partial(webdataset, shards)
-    return found
+        readers["WebDataset"] = partial(webdataset, shards)
+    return readers
 
 
 def compare(args: argparse.Namespace, shards: list[str]) -> list[dict[str, object]]:

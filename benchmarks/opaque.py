@@ -132,7 +132,7 @@ def epochs(loader: Any, fs: Any, n: int) -> tuple[list[float], list[int], str]:
 
 def rows(kind: str, held: str, workers: int, o: argparse.Namespace) -> list[dict[str, object]]:
     """Return a row per way."""
-    found: dict[str, list[tuple[list[float], list[int], str]]] = {way: [] for way in WAYS}
+    by_way: dict[str, list[tuple[list[float], list[int], str]]] = {way: [] for way in WAYS}
     slow = {"bandwidth": o.bandwidth, "open_latency": o.open_latency}
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         data, mount = Path(name, "data"), str(Path(name, "mount"))
@@ -145,18 +145,18 @@ def rows(kind: str, held: str, workers: int, o: argparse.Namespace) -> list[dict
                     torch.manual_seed(0)
                     dataset.samples = 0
                     loader = make(dataset, batch_size=o.batch, shuffle=True, num_workers=workers)
-                    found[way].append(epochs(loader, fs, o.epochs))
+                    by_way[way].append(epochs(loader, fs, o.epochs))
                     del loader
-    digests = {digest for runs in found.values() for _, _, digest in runs}
-    times = {way: [(s[0], s[1], sum(s[2:])) for s, _, _ in runs] for way, runs in found.items()}
+    digests = {digest for runs in by_way.values() for _, _, digest in runs}
+    times = {way: [(s[0], s[1], sum(s[2:])) for s, _, _ in runs] for way, runs in by_way.items()}
     out: list[dict[str, object]] = []
-    for way, runs in found.items():
+    for way, runs in by_way.items():
         first, second, later = ([each[i] for each in times[way]] for i in range(3))
         ratios = [
             round(median([t[i] / s[i] for t, s in zip(times["torch"], times[way], strict=True)]), 2)
             for i in range(3)
         ]
-        whole = zip(found["torch"], runs, strict=True)
+        whole = zip(by_way["torch"], runs, strict=True)
         together = round(median([sum(t[0][:3]) / sum(s[0][:3]) for t, s in whole]), 2)
         out.append({
             "format": kind, "list": held, "workers": workers, "way": way,

@@ -45,7 +45,7 @@ def loader_of(mount: str, o: argparse.Namespace) -> creel.DataLoader[torch.Tenso
     return creel.DataLoader(data, batch_size=o.batch, shuffle=True, num_workers=2)
 
 
-def one(folder: Path, f: float, o: argparse.Namespace) -> dict[str, object]:
+def row(folder: Path, f: float, o: argparse.Namespace) -> dict[str, object]:
     """Run the loop of the law, and the loop that never waits, one after the other."""
     data, mount = str(folder / "data"), str(folder / "mount")
     total = o.files * o.nbytes
@@ -88,7 +88,7 @@ def main() -> None:
         (folder / "data").mkdir()
         for i in range(o.files):
             (folder / "data" / f"{i:06}.bin").write_bytes(i.to_bytes(4, "little") * (o.nbytes // 4))
-        report([one(folder, f, o) for f in o.fractions])
+        report([row(folder, f, o) for f in o.fractions])
 
 
 if __name__ == "__main__":

@@ -69,17 +69,19 @@ def serve(host: str, nbytes: int) -> None:
         secret_asked: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         secret = PeerServer(host, 0, "server", arena, secret_asked.put, no_beats, encrypt=True)
         servers = [(server, asked), (secret, secret_asked)]
-        loops = [threading.Thread(target=answer, args=(*one, place, nbytes)) for one in servers]
-        for (one, _), loop in zip(servers, loops, strict=True):
-            one.admit("cluster", KEY, "server")
+        loops = [
+            threading.Thread(target=answer, args=(*server, place, nbytes)) for server in servers
+        ]
+        for (listener, _), loop in zip(servers, loops, strict=True):
+            listener.admit("cluster", KEY, "server")
             loop.start()
         ports = [server.address[1], raw.getsockname()[1], secret.address[1]]
         print(json.dumps(ports), flush=True)
         sys.stdin.read()
-        for (one, questions), loop in zip(servers, loops, strict=True):
+        for (listener, questions), loop in zip(servers, loops, strict=True):
             questions.put(None)
             loop.join()
-            one.close()
+            listener.close()
         os._exit(0)
 
 
@@ -139,9 +141,9 @@ class Reading:
         self.place = places(nbytes)
         self.arena = filled()
         self.host, self.ports = host, ports
-        who = Credentials("client", "cluster", KEY, encrypt=False)
-        self.source = PeerSource((host, ports[0]), "server", "dataset", who)
-        secret = who._replace(encrypt=True)
+        credentials = Credentials("client", "cluster", KEY, encrypt=False)
+        self.source = PeerSource((host, ports[0]), "server", "dataset", credentials)
+        secret = credentials._replace(encrypt=True)
         self.secret = PeerSource((host, ports[2]), "server", "dataset", secret)
 
     def run(self, read: Callable[[Iterator[slice]], None], passes: int, into: Round) -> None:

@@ -112,17 +112,17 @@ def main() -> None:
                 kwargs["persistent_workers"] = options.persistent and workers > 0
                 theirs = DataLoader(work.theirs, **kwargs)
                 ours = creel.DataLoader(work.ours, **kwargs)
-                how = options.seconds, options.step_ms / 1e3
-                ways = {"torch": epochs(theirs, *how), "creel": epochs(ours, *how)}
+                pace = options.seconds, options.step_ms / 1e3
+                ways = {"torch": epochs(theirs, *pace), "creel": epochs(ours, *pace)}
                 if options.step_ms or options.ahead:
                     lending = creel.DataLoader(work.ours, **kwargs)
                     ways |= {
-                        "torch, ahead": epochs(creel.prefetch_to("cuda", theirs), *how),
-                        "ahead, copied": epochs(creel.prefetch_to("cuda", Copied(ours)), *how),
-                        "ahead": epochs(creel.prefetch_to("cuda", lending), *how),
+                        "torch, ahead": epochs(creel.prefetch_to("cuda", theirs), *pace),
+                        "ahead, copied": epochs(creel.prefetch_to("cuda", Copied(ours)), *pace),
+                        "ahead": epochs(creel.prefetch_to("cuda", lending), *pace),
                     }
-                found = Comparison(f"{name}, {workers} workers").run(ways, options.rounds)
-                rows.append(found.summary())
+                comparison = Comparison(f"{name}, {workers} workers").run(ways, options.rounds)
+                rows.append(comparison.summary())
     report(rows)
 
 

@@ -109,11 +109,11 @@ def loader(cls: Any, data: Any, kind: str) -> Any:
     return cls(data, BATCH, **every[kind])
 
 
-def first(made: Any) -> tuple[Iterator[Any], float]:
+def first(batches: Any) -> tuple[Iterator[Any], float]:
     """Return the iterator, and the seconds until its first batch."""
     gc.collect()
     began = time.perf_counter()
-    iterator = iter(made)
+    iterator = iter(batches)
     next(iterator)
     return iterator, time.perf_counter() - began
 
@@ -168,17 +168,17 @@ def through_the_loader(data: Any, kind: str, name: str, pid: int) -> dict[str, f
     steps = len(loader(DataLoader, data, kind))
     with asking(name) as answer:
         new_s = first(loader(creel.DataLoader, data, kind))[1]  # that loader is freed at once
-        made = loader(creel.DataLoader, data, kind)
-        iterator, first_s = first(made)
+        batches = loader(creel.DataLoader, data, kind)
+        iterator, first_s = first(batches)
         client = connections.connected(name)
         assert client is not None
-        (session,) = (one for one in client.sessions if one.alive)
+        (session,) = (session for session in client.sessions if session.alive)
         planned_s, held_s = held(lambda: session.words[KNOWN] >= 2 * steps, 600)
     took = mbytes(pid), mbytes(os.getpid())
     began = time.perf_counter()
     del iterator
     left_s = time.perf_counter() - began
-    del made
+    del batches
     with asking(name) as quiet:
         idle_s = held(lambda: False, min(planned_s, 20))[1]
     again = iter(loader(creel.DataLoader, data, kind))
@@ -315,8 +315,10 @@ def main() -> None:
         path = Path(file.name)
         for n in o.samples:
             for kind in o.kinds:
-                found = [a_round(path, n, kind) for _ in range(o.rounds)]
-                middle = {what: float(np.median([row[what] for row in found])) for what in found[0]}
+                rounds = [a_round(path, n, kind) for _ in range(o.rounds)]
+                middle = {
+                    part: float(np.median([row[part] for row in rounds])) for part in rounds[0]
+                }
                 rows.append({"samples": n, "kind": kind, **middle})
     report(rows)
     extends, steps = zip(*(core_s() for _ in range(o.rounds)), strict=True)
@@ -331,7 +333,7 @@ def main() -> None:
     ways = [ways_s() for _ in range(o.rounds)]
     for way in ways[0]:
         named[f"a piece {way}, median"] = float(np.median([of[way] for of in ways]))
-    report([{"what": what, "us": round(1e6 * took, 1)} for what, took in named.items()])
+    report([{"what": part, "us": round(1e6 * took, 1)} for part, took in named.items()])
 
 
 if __name__ == "__main__":

@@ -123,11 +123,11 @@ def steps(loader: Any, train_s: float) -> tuple[float, list[float]]:
 def step_row(old: list[str], new: list[str], o: argparse.Namespace) -> dict[str, object]:
     scale = (NEW + OLD) / NEW
     task = mine(new[: NEW * o.batches])
-    how: dict[str, Any] = {"shuffle": True, "num_workers": WORKERS, "creel": RESIDENT}
+    options: dict[str, Any] = {"shuffle": True, "num_workers": WORKERS, "creel": RESIDENT}
     loaders = {
-        "without": (creel.DataLoader(task, NEW, **how), STEP_S),
+        "without": (creel.DataLoader(task, NEW, **options), STEP_S),
         "with": (
-            creel.DataLoader(task, NEW, **how, rehearsal=memory_of(mine(old))),
+            creel.DataLoader(task, NEW, **options, rehearsal=memory_of(mine(old))),
             STEP_S * scale,
         ),
     }
@@ -135,11 +135,11 @@ def step_row(old: list[str], new: list[str], o: argparse.Namespace) -> dict[str,
     del rounds[0]  # reads from storage
     row: dict[str, object] = {"part": "step"}
     for way in loaders:
-        waits = np.concatenate([found[way][1][1:] for found in rounds])
-        row[f"{way}, ms"] = round(1e3 * median([found[way][0] for found in rounds]), 2)
+        waits = np.concatenate([turn[way][1][1:] for turn in rounds])
+        row[f"{way}, ms"] = round(1e3 * median([turn[way][0] for turn in rounds]), 2)
         row[f"{way}, p99 wait ms"] = round(1e3 * float(np.quantile(waits, 0.99)), 2)
-        row[f"{way}, first ms"] = round(1e3 * median([found[way][1][0] for found in rounds]), 1)
-    ratios = [found["with"][0] / (scale * found["without"][0]) for found in rounds]
+        row[f"{way}, first ms"] = round(1e3 * median([turn[way][1][0] for turn in rounds]), 1)
+    ratios = [turn["with"][0] / (scale * turn["without"][0]) for turn in rounds]
     return row | {"step / scaled": round(median(ratios), 3)}
 
 
@@ -157,8 +157,8 @@ def two_loaders(task: Any, kept: Any, *, begun_again: bool) -> Iterator[Any]:
     drawn = None if begun_again else len(new) * OLD
     sampler = RandomSampler(kept, replacement=drawn is not None, num_samples=drawn)
     old = DataLoader(kept, OLD, sampler=sampler, num_workers=WORKERS, drop_last=begun_again)
-    for one, other in zip(new, again(old) if begun_again else old, strict=False):
-        yield torch.cat([one, other])
+    for batch, other in zip(new, again(old) if begun_again else old, strict=False):
+        yield torch.cat([batch, other])
 
 
 def speed_row(name: str, old: list[str], new: list[str], rounds: int) -> dict[str, object]:
@@ -168,23 +168,23 @@ def speed_row(name: str, old: list[str], new: list[str], rounds: int) -> dict[st
     rehearsing |= {"rehearsal": memory_of(mine(old))}
     ours = creel.DataLoader(mine(new), NEW, **rehearsing)
     copied = creel.DataLoader(mine(new), NEW, **rehearsing, creel=RESIDENT)
-    one = DataLoader(data, batch_sampler=batches, num_workers=WORKERS)
-    found: list[dict[str, float]] = []
+    plain = DataLoader(data, batch_sampler=batches, num_workers=WORKERS)
+    turns: list[dict[str, float]] = []
     for _ in range(rounds + 1):
         ways = {
             "again": two_loaders(task, kept, begun_again=True),
             "drawn": two_loaders(task, kept, begun_again=False),
-            "torch over": one,
+            "torch over": plain,
             "creel": ours,
             "resident": copied,
         }
-        found.append({way: speed(loader) for way, loader in ways.items()})
-    del found[0]  # reads from storage
+        turns.append({way: speed(loader) for way, loader in ways.items()})
+    del turns[0]  # reads from storage
     row: dict[str, object] = {"part": f"speed, {name}"}
-    for way in found[0]:
-        row[f"{way}, samples/s"] = round(median([turn[way] for turn in found]))
+    for way in turns[0]:
+        row[f"{way}, samples/s"] = round(median([turn[way] for turn in turns]))
     for way in ("again", "drawn", "torch over"):
-        row[f"creel / {way}"] = round(median([turn["creel"] / turn[way] for turn in found]), 2)
+        row[f"creel / {way}"] = round(median([turn["creel"] / turn[way] for turn in turns]), 2)
     return row
 
 
@@ -247,7 +247,7 @@ def reads_row(folder: Path, tasks_are: str, share: float) -> dict[str, object]:
     parts = [creel.FileDataset(path, "*.bin", decode=len) for path in folders]
     tasks: list[Dataset[Any]] = [*parts]
     if tasks_are == "Subsets":
-        paths = [str(path) for one in folders for path in sorted(one.glob("*.bin"))]
+        paths = [str(path) for folder in folders for path in sorted(folder.glob("*.bin"))]
         whole = creel.FileDataset(paths, decode=len)
         tasks = [Subset(whole, range(at, at + EACH)) for at in range(0, TASKS * EACH, EACH)]
     memory, distinct = creel.Rehearsal(12, budget=KEPT), TASKS * EACH
@@ -305,8 +305,8 @@ def main() -> None:
 def figures(row: dict[str, object]) -> Iterator[dict[str, object]]:
     """Yield each figure of a part as a row of its own, with its goal."""
     part, goal = row.pop("part"), row.pop("goal", "")
-    for what, value in row.items():
-        yield {"part": part, "what": what, "value": value, "goal": goal or GOALS.get(what, "")}
+    for name, value in row.items():
+        yield {"part": part, "what": name, "value": value, "goal": goal or GOALS.get(name, "")}
 
 
 if __name__ == "__main__":

@@ -37,10 +37,10 @@ BATCH, BATCHES = 64, 16
 class Images(Dataset[torch.Tensor]):
     """Decodes one of a few images for each sample."""
 
-    def __init__(self, made: Any) -> None:
+    def __init__(self, counter: Any) -> None:
         rng = np.random.default_rng(1)
         coarse = rng.integers(0, 256, (8, 24, 32, 3), np.uint8)
-        self.jpegs, self.made = [], made
+        self.jpegs, self.counter = [], counter
         for pixels in coarse:
             out = io.BytesIO()
             Image.fromarray(pixels).resize((500, 375)).save(out, "jpeg", quality=95)
@@ -50,8 +50,8 @@ class Images(Dataset[torch.Tensor]):
         return BATCH * BATCHES
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        with self.made:
-            self.made.value += 1
+        with self.counter:
+            self.counter.value += 1
         image = Image.open(io.BytesIO(self.jpegs[index % 8])).convert("RGB")
         pixels = np.asarray(image.crop((100, 50, 324, 274)))
         return torch.from_numpy(pixels.copy())
@@ -60,28 +60,30 @@ class Images(Dataset[torch.Tensor]):
 class Tensors(Images):
     """Has tensors in memory."""
 
-    def __init__(self, made: Any) -> None:
-        super().__init__(made)
+    def __init__(self, counter: Any) -> None:
+        super().__init__(counter)
         self.rows = torch.rand(8, 3, 224, 224)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        with self.made:
-            self.made.value += 1
+        with self.counter:
+            self.counter.value += 1
         return self.rows[index % 8]
 
 
 def loader_of(way: str, data: Any, workers: int, ranks: int) -> Any:
     """Return a rank's loader."""
-    how: dict[str, Any] = {"sampler": SequentialSampler(data), "persistent_workers": True}
+    options: dict[str, Any] = {"sampler": SequentialSampler(data), "persistent_workers": True}
     if way == "torch":
-        return DataLoader(data, BATCH, num_workers=workers, **how)
+        return DataLoader(data, BATCH, num_workers=workers, **options)
     if way == "creel":
-        return creel.DataLoader(data, BATCH, num_workers=workers, **how)
+        return creel.DataLoader(data, BATCH, num_workers=workers, **options)
     shared = min(workers * ranks, math.ceil(cores()))
-    return creel.DataLoader(data, BATCH, num_workers=shared, replicate=ranks, **how)
+    return creel.DataLoader(data, BATCH, num_workers=shared, replicate=ranks, **options)
 
 
-def rank_main(rank: int, ranks: int, way: str, data: Any, workers: int, told: Any, at: str) -> None:
+def rank_main(
+    rank: int, ranks: int, way: str, data: Any, workers: int, queue: Any, at: str
+) -> None:
     """Run one rank: two epochs, the second one in step with the others and timed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{at}", rank=rank, world_size=ranks)
@@ -89,33 +91,33 @@ def rank_main(rank: int, ranks: int, way: str, data: Any, workers: int, told: An
     for _ in loader:
         pass
     dist.barrier()
-    data.made.value = 0
+    data.counter.value = 0
     dist.barrier()
     began = time.perf_counter()
     for batch in loader:
         batch.view(-1)[::4096].sum()  # reads all pages, like a copy to an accelerator
     dist.barrier()
-    told.put(time.perf_counter() - began)
+    queue.put(time.perf_counter() - began)
     dist.destroy_process_group()
 
 
 def seconds(way: str, kind: Any, ranks: int, workers: int) -> tuple[float, float]:
     """Return the seconds of the second epoch, and how often each sample was made in it."""
     context = multiprocessing.get_context("fork")
-    told, made = context.Queue(), context.Value("q")
-    data = kind(made)
+    queue, counter = context.Queue(), context.Value("q")
+    data = kind(counter)
     with tempfile.TemporaryDirectory() as folder:
         at = str(Path(folder, "rendezvous"))
         processes = [
-            context.Process(target=rank_main, args=(rank, ranks, way, data, workers, told, at))
+            context.Process(target=rank_main, args=(rank, ranks, way, data, workers, queue, at))
             for rank in range(ranks)
         ]
         for process in processes:
             process.start()
-        took = max(told.get(timeout=300) for _ in processes)
+        took = max(queue.get(timeout=300) for _ in processes)
         for process in processes:
             process.join()
-    return took, made.value / (BATCH * BATCHES)
+    return took, counter.value / (BATCH * BATCHES)
 
 
 def main() -> None:
@@ -132,9 +134,9 @@ def main() -> None:
                 seconds(way, kind, options.ranks, options.workers) for _ in range(options.rounds)
             ]
             rate = BATCHES / median([took for took, _ in rounds])
-            made = median([times for _, times in rounds])
+            images = median([times for _, times in rounds])
             rows.append(
-                {"data": kind.__name__, "way": way, "batches/s": round(rate, 1), "made": made}
+                {"data": kind.__name__, "way": way, "batches/s": round(rate, 1), "made": images}
             )
     report(rows)
 

@@ -58,17 +58,21 @@ def in_step(name: str, files: int, epochs: int, more: dict[str, str]) -> dict[st
         words += [case.remap] * bool(case.remap)
         with jobs.job(cluster, case.nodes, words, memory, more=more) as ranks:
             for _ in range(epochs):
-                tiers = [one.next("half")["tiers"].get("peers", {}) for one in ranks]
-                sums = [sum(t.get(what, 0) for t in tiers) for what in ("hits", "misses")]
+                tiers = [rank.next("half")["tiers"].get("peers", {}) for rank in ranks]
+                sums = [sum(t.get(name, 0) for t in tiers) for name in ("hits", "misses")]
                 marks.append(np.array([*asked(storage), *sums]))
-            stats = [one.next("stats")["stats"] for one in ranks]
+            stats = [rank.next("stats")["stats"] for rank in ranks]
             # Ranks end one after the other; reads for an epoch to come do not count.
             opens, checks = asked(storage)
     later = len(marks) - 3  # without the second epoch, which moves objects to their places
     read, looked, sent, vain = ((marks[-1] - marks[2]) / later / files).tolist()
     talk = [s["peers"]["plans_nbytes"] + s["peers"]["handshakes_nbytes"] for s in stats]
     scenario = Scenario(
-        *(case.nodes, files, 1, int(case.held * files / case.nodes), case.batch),
+        case.nodes,
+        files,
+        1,
+        int(case.held * files / case.nodes),
+        case.batch,
         epochs=epochs,
         remap=bool(case.remap),
     )

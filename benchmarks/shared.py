@@ -109,23 +109,23 @@ def compare(name: str, rounds: int) -> dict[str, object]:
         "seeding": "sample",
     }
     loaders = {way: creel.DataLoader(dataset, **options, workers=way) for way in ("own", "shared")}
-    found: list[dict[str, tuple[float, float]]] = []
+    turns: list[dict[str, tuple[float, float]]] = []
     for number in range(rounds + 1):
         turn = {}
         for way, loader in loaders.items():
             torch.manual_seed(number)  # the same order
             turn[way] = epoch(loader)
-        found.append(turn)
-    del found[0]  # workers start in it
+        turns.append(turn)
+    del turns[0]  # workers start in it
     row: dict[str, object] = {"case": name}
     least = dataset.seconds.mean() * case.batch / case.workers
     for way in loaders:
-        row[f"{way}, first ms"] = round(1e3 * median([turn[way][0] for turn in found]), 1)
-        row[f"{way}, batches/s"] = round(median([1 / turn[way][1] for turn in found]), 1)
+        row[f"{way}, first ms"] = round(1e3 * median([turn[way][0] for turn in turns]), 1)
+        row[f"{way}, batches/s"] = round(median([1 / turn[way][1] for turn in turns]), 1)
         if least:
-            row[f"{way}, ideal"] = round(median([least / turn[way][1] for turn in found]), 2)
-    row["first, shared / own"] = round(median([t["shared"][0] / t["own"][0] for t in found]), 2)
-    row["speed, shared / own"] = round(median([t["own"][1] / t["shared"][1] for t in found]), 2)
+            row[f"{way}, ideal"] = round(median([least / turn[way][1] for turn in turns]), 2)
+    row["first, shared / own"] = round(median([t["shared"][0] / t["own"][0] for t in turns]), 2)
+    row["speed, shared / own"] = round(median([t["own"][1] / t["shared"][1] for t in turns]), 2)
     return row
 
 

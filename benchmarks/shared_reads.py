@@ -57,7 +57,10 @@ def reads(case: Case, held: float, *, alone: bool) -> list[float]:
             more |= {"CREEL_LOADER__CLUSTER": "false"} if alone else {}
             words = [storage.mountpoint, str(BATCH), str(EPOCHS), kind]
             job = jobs.job(
-                *(hosts, case.hosts * case.each, words, memory),
+                hosts,
+                case.hosts * case.each,
+                words,
+                memory,
                 each=case.each,
                 more=more,
                 script=jobs.READS,

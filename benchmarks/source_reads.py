@@ -143,7 +143,7 @@ def rank_opens(
         Path(place, "opens").write_text("\n".join(map(str, np.diff(opens).tolist())))
 
 
-def one(
+def row(
     folder: Path, n: int, f: float, kind: str, epochs: int, batch: int, ranks: int
 ) -> dict[str, object]:
     """Read `epochs` epochs at capacity f; return opens and reads of each, and those of theory."""
@@ -211,8 +211,9 @@ def main() -> None:
         for i in range(o.samples):
             content = i.to_bytes(4, "little") + bytes(NBYTES - 4)
             (folder / "data" / f"{i:06}.bin").write_bytes(content)
-        rest = o.sampler, o.epochs, o.batch, o.ranks
-        report([one(folder, o.samples, f, *rest) for f in o.fractions])
+        report(
+            [row(folder, o.samples, f, o.sampler, o.epochs, o.batch, o.ranks) for f in o.fractions]
+        )
 
 
 if __name__ == "__main__":

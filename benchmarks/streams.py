@@ -62,15 +62,15 @@ def ahead(nbytes: int) -> int:
 @contextmanager
 def process(act: Callable[..., object], *args: object) -> Iterator[BaseProcess]:
     """Run a function in a process of its own, which must end with the block."""
-    one = CONTEXT.Process(target=act, args=args)
-    one.start()
+    child = CONTEXT.Process(target=act, args=args)
+    child.start()
     try:
-        yield one
-        one.join(60)
+        yield child
+        child.join(60)
     finally:
-        if one.is_alive():
-            one.kill()
-        one.join()
+        if child.is_alive():
+            child.kill()
+        child.join()
 
 
 def apart(act: Callable[..., Any], *args: object) -> Any:
@@ -91,13 +91,13 @@ def by_stream(folder: Path, nbytes: int, samples: int, read: Any, models: int = 
         pipes = []
         for name in names:
             reader, writer = CONTEXT.Pipe(duplex=False)
-            one = CONTEXT.Process(target=_send, args=(writer, read, path, name))
-            one.start()
-            pipes.append((reader, one))
+            child = CONTEXT.Process(target=_send, args=(writer, read, path, name))
+            child.start()
+            pipes.append((reader, child))
             writer.close()
         times: list[Times] = [reader.recv() for reader, _ in pipes]
-        for _, one in pipes:
-            one.join()
+        for _, child in pipes:
+            child.join()
     shutil.rmtree(path)
     return times
 
@@ -202,9 +202,9 @@ WAYS: dict[str, Callable[[Path, int, int], list[Times]]] = {
 def rate(times: list[Times]) -> float:
     """Return the samples a second of the slowest reader, without the first tenth."""
     rates = []
-    for one in times:
-        first = len(one) // 10
-        rates.append((len(one) - first - 1) * BATCH / (one[-1] - one[first]))
+    for stamps in times:
+        first = len(stamps) // 10
+        rates.append((len(stamps) - first - 1) * BATCH / (stamps[-1] - stamps[first]))
     return min(rates)
 
 
@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     ways = [w for w in options.way if w != "sst" or importlib.util.find_spec("adios2")]
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    by_way: dict[str, list[float]] = {way: [] for way in ways}
     used: dict[str, list[float]] = {way: [] for way in ways}
     reads: dict[str, list[float]] = {way: [] for way in ways}
     rows: list[dict[str, object]] = []
@@ -272,13 +272,13 @@ def main() -> None:
                 with measure.fresh_name():
                     os.environ["CREEL_DAEMON__LINGER_S"] = "5"  # until it is asked
                     before = ended_cpu_s()
-                    found[way].append(rate(WAYS[way](folder, options.nbytes, options.samples)))
+                    by_way[way].append(rate(WAYS[way](folder, options.nbytes, options.samples)))
                     used_s = ended_cpu_s() - before
                     nbytes, daemons_s = apart(asked)
                     used[way].append(1e6 * (used_s + daemons_s) / options.samples)
                     reads[way].append(nbytes / (options.nbytes + 8) / options.samples)
-        for way, rates in found.items():
-            ratios = [r / p for r, p in zip(rates, found[ways[0]], strict=True)]
+        for way, rates in by_way.items():
+            ratios = [r / p for r, p in zip(rates, by_way[ways[0]], strict=True)]
             rows.append(
                 {
                     "way": way,

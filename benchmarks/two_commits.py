@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--here", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
-    settings = dict(one.split("=", 1) for one in o.here)
+    settings = dict(pair.split("=", 1) for pair in o.here)
     rows: list[dict[str, object]] = []
     with tree_of(o.commit) as then, tempfile.TemporaryDirectory() as data:
         trees = {"then": (then, {}), "now": (HERE.parent, settings)}

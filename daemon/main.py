@@ -33,7 +33,7 @@ from creel.config import Config, from_flat
 from creel.daemon.reporting.logs import open_standard_files, set_up_logging
 from creel.daemon.reporting.notify import Notify, handed_over
 from creel.daemon.service.core_shell import BEAT_S
-from creel.daemon.service.memory import kept_memory
+from creel.daemon.service.memory import restart_memory
 from creel.daemon.service.node import Node
 from creel.daemon.service.sockets import commands
 from creel.daemon.service.sockets.control_socket import ControlSocket, released
@@ -82,37 +82,53 @@ class Daemon:
             ConfigError: settings that this machine cannot meet.
         """
         name = config.daemon.name
+        #: The settings, from files, environment and flags.
         self._config = config
         self._flags = {**flags, "daemon.name": name}
         self._embedded = embedded
         self._ready_fd = ready_fd
+        #: What other threads have left to the loop.
         self._calls: deque[Callable[[], None]] = deque()
+        #: What the loop waits for.
         self._epoll = select.epoll()
         # Never closed: a thread that hangs in a read, or waits for signals, may write to it later.
         self._wake = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._epoll.register(self._wake.fd, select.EPOLLIN)
+        #: Of the request socket.
         self._context: zmq.Context[Any] = zmq.Context()
+        #: The service manager that started it, if any.
         self._notify = Notify()
+        #: Serves metrics; None: not asked for.
         self._page: PageServer | None = None
+        #: When it ends though clients are there, monotonic seconds.
         self._drain_by = float("inf")
+        #: Whether it has given up its address.
         self._leaving = False
         self._why = ""  # it ends
+        #: Whether settings are to be read anew.
         self._reload = False
+        #: The working directory at the start.
         self._folder = _working_directory()
+        #: When the loop last moved, and when it last ticked.
         self._moved = self._ticked = time.monotonic()
+        #: When the last client left; None: there are some.
         self._unused_since: float | None = None
+        #: When the parent was last looked for.
         self._watched = 0.0
         total = limits.memory().total
-        kept = kept_memory.take(given, config.memory, total) if given else None
+        kept = restart_memory.take(given, config.memory, total) if given else None
         if given:
-            self._notify.unstore(*kept_memory.NAMES)
+            self._notify.unstore(*restart_memory.NAMES)
         returns = self._notify.heard and not embedded
+        #: All that is no socket.
         self.node = Node(config, self, embedded=embedded, returns=returns, kept=kept)
         try:
+            #: Where clients connect.
             self.control_socket = self._bind(name)
         except BaseException:
             self.node.close()
             raise
+        #: Where they ask.
         self.request_socket = RequestSocket(self.node, self.control_socket, self._context)
         self._epoll.register(self.request_socket.fd, select.EPOLLIN)
         try:
@@ -199,8 +215,8 @@ class Daemon:
         """Leave the memory to the next daemon of this service, if there is a service manager."""
         index = self.node.keep() if self.node.returns else None
         if index is not None:
-            self._notify.store(kept_memory.ARENA, self.node.arena.own.fd)
-            self._notify.store(kept_memory.INDEX, index.fd)
+            self._notify.store(restart_memory.ARENA, self.node.arena.descriptor.fd)
+            self._notify.store(restart_memory.INDEX, index.fd)
 
     def close(self) -> None:
         self.control_socket.close()
@@ -253,13 +269,13 @@ class Daemon:
 
     def _timers(self, now: float) -> None:
         self.node.shell.beat(now)
-        self.node.memory_guard.look(now)
+        self.node.memory_guard.poll(now)
         if now - self._ticked < _TICK_S:
             return
         self._ticked = now
         self.control_socket.sweep(now)
         if self.node.shell.state == "serving":
-            self.node.datasets.forget_idle()
+            self.node.datasets.remove_idle()
             self.node.clusters.tick(now)
             if self.node.registry.sessions:
                 self.node.tick()
@@ -341,8 +357,8 @@ class Daemon:
             self._page.close()
             self._page = None
 
-    def take_signal(self, number: signal.Signals, what: str) -> None:
-        """Act on a signal, in any thread; `what`: its name and sender.
+    def take_signal(self, number: signal.Signals, origin: str) -> None:
+        """Act on a signal, in any thread; `origin`: its name and sender.
 
         SIGTERM drains. A service also drains by SIGINT and SIGQUIT, which a terminal sends, and
         reloads by SIGHUP. SIGUSR2 prints the stacks of all threads: here, where this thread holds
@@ -351,14 +367,14 @@ class Daemon:
         """
         interactive = set() if self._embedded else {signal.SIGINT, signal.SIGQUIT}
         if number in {signal.SIGTERM, *interactive}:
-            self.call_soon(lambda: self.stop(True, what))
+            self.call_soon(lambda: self.stop(True, origin))
         elif number == signal.SIGHUP and not self._embedded:
             self._reload = True
             self.call_soon(lambda: None)
         elif number == signal.SIGUSR2:
             faulthandler.dump_traceback(all_threads=True)
         else:
-            log.info("%s: ignored", what)
+            log.info("%s: ignored", origin)
 
     def _read_settings_again(self) -> None:
         self._notify.reloading()

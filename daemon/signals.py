@@ -64,9 +64,9 @@ def watch_signals(take: Callable[[signal.Signals, str], None]) -> None:
 
     def run() -> None:
         while True:
-            found = signal.sigwaitinfo(WAITED)
-            number = signal.Signals(found.si_signo)
-            take(number, f"{number.name} from {_sender(found.si_pid, found.si_code)}")
+            info = signal.sigwaitinfo(WAITED)
+            number = signal.Signals(info.si_signo)
+            take(number, f"{number.name} from {_sender(info.si_pid, info.si_code)}")
 
     for number in WAITED:
         signal.signal(number, handle)

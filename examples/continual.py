@@ -147,21 +147,24 @@ def final(way: Way, seed: int) -> float:
 
 def check() -> int:
     began = time.monotonic()
-    found: dict[str, float] = {}
+    accuracy: dict[str, float] = {}
     with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for name, way in WAYS.items():
             results = list(pool.map(final, [way] * SEEDS, range(SEEDS)))
-            found[name] = float(np.mean(results))
-            print(f"{name:18s} {found[name]:5.1f} +- {np.std(results, ddof=1):.1f} %", flush=True)
+            accuracy[name] = float(np.mean(results))
+            print(
+                f"{name:18s} {accuracy[name]:5.1f} +- {np.std(results, ddof=1):.1f} %", flush=True
+            )
     expected = {
-        "incremental <= 25": found["incremental"] <= 25,
-        "rehearsal >= 90.0": found["rehearsal, 20 %"] >= 90,
-        "gap to scratch <= 6.5": found["from scratch"] - found["rehearsal, 20 %"] <= 6.5,
-        "5 % with logits >= 93.5": found["5 % with logits"] >= 93.5,
-        "balanced - reservoir >= 15": found["rare, balanced"] - found["rare, reservoir"] >= 15,
+        "incremental <= 25": accuracy["incremental"] <= 25,
+        "rehearsal >= 90.0": accuracy["rehearsal, 20 %"] >= 90,
+        "gap to scratch <= 6.5": accuracy["from scratch"] - accuracy["rehearsal, 20 %"] <= 6.5,
+        "5 % with logits >= 93.5": accuracy["5 % with logits"] >= 93.5,
+        "balanced - reservoir >= 15": accuracy["rare, balanced"] - accuracy["rare, reservoir"]
+        >= 15,
     }
-    for what, holds in expected.items():
-        print(f"{what:28s} {'yes' if holds else 'NO'}")
+    for claim, holds in expected.items():
+        print(f"{claim:28s} {'yes' if holds else 'NO'}")
     print(f"{time.monotonic() - began:.0f} s")
     return int(not all(expected.values()))
 

@@ -229,8 +229,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _index_sampler(self) -> Any:
         """What torch's iterators, and ours, iterate; `batch_sampler` stays that of new data."""
         rehearsed = self.__dict__.get("_creel_rehearsed")
-        found = super()._index_sampler if rehearsed is None else rehearsed
-        return recorded(self, found)
+        sampler = super()._index_sampler if rehearsed is None else rehearsed
+        return recorded(self, sampler)
 
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
@@ -469,8 +469,8 @@ def _check_seeding(loader: DataLoader[Any]) -> None:
         return
     if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
         kind = type(loader.dataset).__name__
-        what = 'workers="shared"' if args.workers == "shared" else "seeding"
-        raise ConfigError(f"{what} needs a map-style dataset: samples of {kind} have no numbers")
+        option = 'workers="shared"' if args.workers == "shared" else "seeding"
+        raise ConfigError(f"{option} needs a map-style dataset: samples of {kind} have no numbers")
     if MISSING is not None:
         raise ConfigError(f"this torch lacks {MISSING}, which seeding needs")
     if loader.num_workers and not _starts_processes(loader.multiprocessing_context):
@@ -509,8 +509,8 @@ def _starts_processes(context: object) -> bool:
 
     Its workers may be threads, for example, as in MONAI.
     """
-    made = BaseProcess if context is None else getattr(context, "Process", None)
-    return isinstance(made, type) and issubclass(made, BaseProcess)
+    process_class = BaseProcess if context is None else getattr(context, "Process", None)
+    return isinstance(process_class, type) and issubclass(process_class, BaseProcess)
 
 
 @cache

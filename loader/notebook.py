@@ -36,9 +36,9 @@ def html(title: str, rows: Iterable[tuple[str, str]]) -> str:
 
 def rows_html(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table with a heading for each column."""
-    head = "".join(f"<th>{escape(one)}</th>" for one in header)
-    cells = ("".join(f"<td>{escape(one)}</td>" for one in row) for row in rows)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{one}</tr>' for one in cells)}</table>"
+    head = "".join(f"<th>{escape(title)}</th>" for title in header)
+    cells = ("".join(f"<td>{escape(value)}</td>" for value in row) for row in rows)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def _arguments(loader: DataLoader[Any]) -> Iterable[tuple[str, str]]:
@@ -49,21 +49,21 @@ def _arguments(loader: DataLoader[Any]) -> Iterable[tuple[str, str]]:
     yield "workers", str(loader.num_workers)
 
 
-def _length(one: object, text: str) -> str:
+def _length(value: object, text: str) -> str:
     with suppress(Exception):  # the person's own, and perhaps there is none
-        return text.format(f"{len(one):,}")  # type: ignore[arg-type]
+        return text.format(f"{len(value):,}")  # type: ignore[arg-type]
     return ""
 
 
 def _counted(stats: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Yield a row for each counter that is not zero; seconds by cause or stage."""
     yield "delivered", f"{stats['batches']:,} batches"
-    for one in OF_RANKS:
-        value = stats.get(one.key, 0)
+    for counter in OF_RANKS:
+        value = stats.get(counter.key, 0)
         if isinstance(value, Mapping):
             long = {name: seconds for name, seconds in value.items() if seconds >= _SHOWN_S}
             value = ", ".join(f"{seconds:.1f} s {name}" for name, seconds in long.items())
         elif value:
-            value = format_size(value) if one.unit == "bytes" else f"{value:,}"
-        if value and one.key != "batches":
-            yield one.column or one.name, value
+            value = format_size(value) if counter.unit == "bytes" else f"{value:,}"
+        if value and counter.key != "batches":
+            yield counter.column or counter.name, value

@@ -42,7 +42,7 @@ class ThreadUse(NamedTuple):
 
     def __add__(self, other: tuple[int, ...]) -> ThreadUse:  # type: ignore[override]  # no tuple
         """Return the sum of both."""
-        return ThreadUse(*(one + more for one, more in zip(self, other, strict=True)))
+        return ThreadUse(*(value + more for value, more in zip(self, other, strict=True)))
 
 
 NO_USE = ThreadUse(0, 0, 0, 0)

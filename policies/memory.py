@@ -9,7 +9,7 @@ from typing import NamedTuple
 #: Share of the memory limit that is kept free, and the most bytes.
 _FREE_SHARE, _MAX_FREE_NBYTES = 1 / 16, 4 << 30
 #: Seconds between two looks at the free memory, which read some files of /proc: least and most.
-_MIN_LOOK_S, MAX_LOOK_S = 0.02, 0.25
+_MIN_LOOK_S, MAX_POLL_S = 0.02, 0.25
 #: Bytes per second by which other processes grow, at most: a few cores that fill fresh pages.
 _MAX_GROWTH_BPS = 4e9
 #: Shares that are tried, and a step that is no shorter than this part of another is as long.
@@ -48,13 +48,13 @@ def reserve(total: int) -> int:
     return min(int(total * _FREE_SHARE), _MAX_FREE_NBYTES)
 
 
-def next_look_s(available: int, reserve: int) -> float:
+def next_poll_s(available: int, reserve: int) -> float:
     """Return the seconds until the free memory is to be looked at again.
 
-    >>> next_look_s(600 << 20, 500 << 20), next_look_s(100 << 30, 4 << 30)
+    >>> next_poll_s(600 << 20, 500 << 20), next_poll_s(100 << 30, 4 << 30)
     (0.0262144, 0.25)
     """
-    return min(max((available - reserve) / _MAX_GROWTH_BPS, _MIN_LOOK_S), MAX_LOOK_S)
+    return min(max((available - reserve) / _MAX_GROWTH_BPS, _MIN_LOOK_S), MAX_POLL_S)
 
 
 def given_back(available: int, reserve: int, withheld: int) -> int:

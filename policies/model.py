@@ -30,9 +30,10 @@ _IDLE = 0.5
 #: Above this multiple of their time, workers run threads of their own.
 _THREADS = 1.3
 
-#: A change that leaves more than this part of a wait is not worth its name; waits that differ by
-#: the other are alike.
-_HELPS, _ALIKE = 0.8, 0.05
+#: A change that leaves more than this part of a wait does not help.
+_HELPS = 0.8
+#: Waits that differ by less than this part are equal.
+_ALIKE = 0.05
 
 #: Stages whose time is a worker's own work.
 _WORK = ("decode", "collate")
@@ -51,7 +52,7 @@ class RankWindow:
         busy_s: by stage, seconds of all workers, or without workers of the trainer.
         cpu_s: seconds of a processor that workers used; negative if unknown.
         stall_s: by cause, seconds that training waited.
-        made: finished batches that wait for training now.
+        finished: finished batches that wait for training now.
         extra_s: seconds between two batches beyond the workers' work, which no change takes away:
             each epoch starts its workers, or one of them has the long batches.
     """
@@ -62,7 +63,7 @@ class RankWindow:
     busy_s: Mapping[str, float]
     stall_s: Mapping[str, float]
     cpu_s: float = -1.0
-    made: float = 0.0
+    finished: float = 0.0
     extra_s: float = 0.0
 
     @property
@@ -115,64 +116,64 @@ def forecast(ranks: Sequence[RankWindow], cores: float = math.inf) -> list[Forec
     if not ranks:
         return []
     floor = node_s(ranks, cores)
-    supplies = [max(supply_s(one), floor) for one in ranks]
-    train = min(one.train_s for one in ranks)
+    supplies = [max(supply_s(rank), floor) for rank in ranks]
+    train = min(rank.train_s for rank in ranks)
     both = list(zip(ranks, supplies, strict=True))
-    waits = [max(s - train, 0.0) if one.workers else s for one, s in both]
+    waits = [max(s - train, 0.0) if rank.workers else s for rank, s in both]
     return [
-        Forecast(s, train + max(waits), wait, _lasts(one, train, s), cause(one))
-        for (one, s), wait in zip(both, waits, strict=True)
+        Forecast(s, train + max(waits), wait, _lasts(rank, train, s), cause(rank))
+        for (rank, s), wait in zip(both, waits, strict=True)
     ]
 
 
-def supply_s(one: RankWindow) -> float:
+def supply_s(rank: RankWindow) -> float:
     """Return the seconds between two batches that a rank's workers can make.
 
     Where training waited, the pace was seen. It is slower than the law says if workers take
     batches in a fixed order and one of them has the long ones.
     """
-    computed = _work_s(one) + one.extra_s
-    return max(computed, _seen_s(one)) if one.workers else computed
+    computed = _work_s(rank) + rank.extra_s
+    return max(computed, _seen_s(rank)) if rank.workers else computed
 
 
-def _work_s(one: RankWindow) -> float:
+def _work_s(rank: RankWindow) -> float:
     """Return the seconds between two batches by the workers' work alone."""
-    return one.demand_s / max(one.workers, 1)
+    return rank.demand_s / max(rank.workers, 1)
 
 
-def _seen_s(one: RankWindow) -> float:
+def _seen_s(rank: RankWindow) -> float:
     """Return the seconds between two batches that training had to wait for; 0 if it did not."""
-    return one.seconds / one.batches if one.waited_s > _WAITED * one.seconds else 0.0
+    return rank.seconds / rank.batches if rank.waited_s > _WAITED * rank.seconds else 0.0
 
 
 def node_s(ranks: Sequence[RankWindow], cores: float) -> float:
     """Return the least seconds of a step for which the node's cores suffice; 0 if unknown."""
-    known = [one.cpu_s / one.batches for one in ranks if one.cpu_s > 0]
+    known = [rank.cpu_s / rank.batches for rank in ranks if rank.cpu_s > 0]
     return sum(known) / cores if known else 0.0
 
 
-def _lasts(one: RankWindow, train: float, supply: float) -> float:
+def _lasts(rank: RankWindow, train: float, supply: float) -> float:
     """Return how many steps finished batches last if each takes `train` and they come slower."""
-    if not one.workers:
+    if not rank.workers:
         return 0.0
-    return one.made / (1 - train / supply) if supply > train else math.inf
+    return rank.finished / (1 - train / supply) if supply > train else math.inf
 
 
-def cause(one: RankWindow) -> str:
+def cause(rank: RankWindow) -> str:
     """Return the stage of a batch that takes longest, "" if none takes any time.
 
     >>> cause(RankWindow(1.0, 10, 1, {"source": 0.1, "decode": 0.8}, {}, cpu_s=0.1))
     'waiting'
     """
-    stage = max(one.busy_s, key=lambda name: one.busy_s[name], default="")
-    if not stage or not one.busy_s[stage]:
+    stage = max(rank.busy_s, key=lambda name: rank.busy_s[name], default="")
+    if not stage or not rank.busy_s[stage]:
         return ""
-    own = sum(one.busy_s.get(name, 0.0) for name in _WORK)
-    if stage != "decode" or one.cpu_s < 0 or not one.workers:
+    own = sum(rank.busy_s.get(name, 0.0) for name in _WORK)
+    if stage != "decode" or rank.cpu_s < 0 or not rank.workers:
         return stage
-    if one.cpu_s < _IDLE * own:
+    if rank.cpu_s < _IDLE * own:
         return "waiting"
-    return "threads" if one.cpu_s > _THREADS * own else stage
+    return "threads" if rank.cpu_s > _THREADS * own else stage
 
 
 def straggler(forecasts: Sequence[Forecast]) -> int | None:
@@ -248,7 +249,7 @@ def finished(packed_ns: Ints, taken_ns: Ints) -> int:
 # 1.00x, however long training waited for other reasons (`RankWindow.extra_s`).
 
 
-def with_workers(one: RankWindow, workers: int) -> RankWindow:
+def with_workers(rank: RankWindow, workers: int) -> RankWindow:
     """Return the window with another number of workers, whose waits are not known yet.
 
     Storage gives no more to more workers: each of them then waits longer for it. (The daemon reads
@@ -258,12 +259,12 @@ def with_workers(one: RankWindow, workers: int) -> RankWindow:
     >>> [supply_s(with_workers(bound, n)) for n in (2, 4)]
     [0.1, 0.1]
     """
-    storage = storage_s(one)
-    more = replace(one, workers=workers)
-    return _waiting(one, more, storage, otherwise=one.busy_s.get("source", 0.0))
+    storage = storage_s(rank)
+    more = replace(rank, workers=workers)
+    return _waiting(rank, more, storage, otherwise=rank.busy_s.get("source", 0.0))
 
 
-def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:
+def with_memory(rank: RankWindow, hits: float = 1.0) -> RankWindow:
     """Return the window if this share of what is read now were in memory.
 
     >>> bound = RankWindow(10.0, 100, 2, {"source": 15.0, "decode": 5.0}, {"source": 9.0})
@@ -271,11 +272,11 @@ def with_memory(one: RankWindow, hits: float = 1.0) -> RankWindow:
     [0.05, 0.025, 0.025]
     """
     left = 1 - hits
-    waits = one.busy_s.get("source", 0.0)
-    return _waiting(one, one, storage_s(one) * left, otherwise=waits * left)
+    waits = rank.busy_s.get("source", 0.0)
+    return _waiting(rank, rank, storage_s(rank) * left, otherwise=waits * left)
 
 
-def with_storage(one: RankWindow, share: float) -> RankWindow:
+def with_storage(rank: RankWindow, share: float) -> RankWindow:
     """Return the window with what samples waited for storage counted as "source".
 
     Args:
@@ -285,68 +286,68 @@ def with_storage(one: RankWindow, share: float) -> RankWindow:
     >>> with_storage(own, 1.5).busy_s
     {'decode': 5.0, 'source': 15.0}
     """
-    decode = one.busy_s.get("decode", 0.0)
-    waits = min(share * one.seconds, decode)
-    source = one.busy_s.get("source", 0.0) + waits
-    return replace(one, busy_s={**one.busy_s, "decode": decode - waits, "source": source})
+    decode = rank.busy_s.get("decode", 0.0)
+    waits = min(share * rank.seconds, decode)
+    source = rank.busy_s.get("source", 0.0) + waits
+    return replace(rank, busy_s={**rank.busy_s, "decode": decode - waits, "source": source})
 
 
-def with_decoded(one: RankWindow, share: float, again: float, copies: float) -> RankWindow:
+def with_decoded(rank: RankWindow, share: float, again: float, copies: float) -> RankWindow:
     """Return the window if this share of the samples were kept decoded.
 
     Args:
         again: part of the time of "decode" that is spent on what need not be done again.
         copies: the same for the copies that are then made instead, of all samples.
     """
-    saved = share * max(again - copies, 0.0) * one.busy_s.get("decode", 0.0)
-    busy = {**one.busy_s, "decode": one.busy_s.get("decode", 0.0) - saved}
-    own = sum(one.busy_s.get(name, 0.0) for name in _WORK)
-    cpu_s = one.cpu_s * (1 - saved / own) if one.cpu_s > 0 and own else one.cpu_s
-    left, waits = 1 - share, one.busy_s.get("source", 0.0)
-    changed = replace(one, busy_s=busy, cpu_s=cpu_s)
-    return _waiting(one, changed, storage_s(one) * left, otherwise=waits * left)
+    saved = share * max(again - copies, 0.0) * rank.busy_s.get("decode", 0.0)
+    busy = {**rank.busy_s, "decode": rank.busy_s.get("decode", 0.0) - saved}
+    own = sum(rank.busy_s.get(name, 0.0) for name in _WORK)
+    cpu_s = rank.cpu_s * (1 - saved / own) if rank.cpu_s > 0 and own else rank.cpu_s
+    left, waits = 1 - share, rank.busy_s.get("source", 0.0)
+    changed = replace(rank, busy_s=busy, cpu_s=cpu_s)
+    return _waiting(rank, changed, storage_s(rank) * left, otherwise=waits * left)
 
 
-def pace(one: RankWindow, again: float, copies: float) -> memory.SampleCost:
+def pace(rank: RankWindow, again: float, copies: float) -> memory.SampleCost:
     """Return what a batch takes if nothing of it is in memory; for `again`, `copies` see above."""
-    each = max(one.workers, 1) * one.batches
-    own_s = (_cycle_s(one) - one.busy_s.get("source", 0.0)) / each
-    again_s = max(again - copies, 0.0) * one.busy_s.get("decode", 0.0) / each
-    return memory.SampleCost(own_s, again_s, storage_s(one))
+    each = max(rank.workers, 1) * rank.batches
+    own_s = (_cycle_s(rank) - rank.busy_s.get("source", 0.0)) / each
+    again_s = max(again - copies, 0.0) * rank.busy_s.get("decode", 0.0) / each
+    return memory.SampleCost(own_s, again_s, storage_s(rank))
 
 
-def storage_s(one: RankWindow) -> float:
+def storage_s(rank: RankWindow) -> float:
     """Return the seconds that storage takes for each batch; 0 where it keeps up.
 
     It reads ahead while workers work. So where they wait for it, batches come at its pace.
     """
-    waits = one.busy_s.get("source", 0.0)
-    return memory.storage_s(waits, _cycle_s(one) - waits) / max(one.workers, 1) / one.batches
+    waits = rank.busy_s.get("source", 0.0)
+    return memory.storage_s(waits, _cycle_s(rank) - waits) / max(rank.workers, 1) / rank.batches
 
 
-def _cycle_s(one: RankWindow) -> float:
+def _cycle_s(rank: RankWindow) -> float:
     """Return the seconds of all workers' turns: without workers training is part of each turn."""
-    own = sum(one.busy_s.values())
-    return own if one.workers else own + one.train_s * one.batches
+    own = sum(rank.busy_s.values())
+    return own if rank.workers else own + rank.train_s * rank.batches
 
 
-def _waiting(one: RankWindow, changed: RankWindow, storage: float, otherwise: float) -> RankWindow:
+def _waiting(rank: RankWindow, changed: RankWindow, storage: float, otherwise: float) -> RankWindow:
     """Return a changed window whose workers wait for a storage: `storage` seconds for a batch.
 
     The pace that was seen holds no more, only what was beyond the workers' work.
 
     Args:
-        one: the window before the change.
+        rank: the window before the change.
         otherwise: seconds that the workers wait, if the storage keeps up.
     """
     own = _cycle_s(changed) - changed.busy_s.get("source", 0.0)
     room = storage * changed.batches * max(changed.workers, 1)
     return replace(
         changed,
-        seconds=max(one.seconds - one.waited_s, 1e-9),
+        seconds=max(rank.seconds - rank.waited_s, 1e-9),
         stall_s={},
         busy_s={**changed.busy_s, "source": max(room - own, 0.0) if storage else otherwise},
-        extra_s=supply_s(one) - _work_s(one),
+        extra_s=supply_s(rank) - _work_s(rank),
     )
 
 
@@ -358,14 +359,16 @@ def enough_workers(ranks: Sequence[RankWindow], cores: float) -> int | None:
     >>> enough_workers([RankWindow(16.0, 64, 2, {"decode": 32.0}, {"decode": 8.0})], cores=8)
     4
     """
-    fewest, most = max(one.workers for one in ranks) + 1, int(cores)
+    fewest, most = max(rank.workers for rank in ranks) + 1, int(cores)
     if most < fewest:
         return None
 
     def wait_s(workers: int) -> float:
-        return max(one.wait_s for one in forecast([with_workers(r, workers) for r in ranks], cores))
+        return max(
+            outlook.wait_s for outlook in forecast([with_workers(r, workers) for r in ranks], cores)
+        )
 
-    now, best = max(one.wait_s for one in forecast(ranks, cores)), wait_s(most)
+    now, best = max(outlook.wait_s for outlook in forecast(ranks, cores)), wait_s(most)
     if best > _HELPS * now:
         return None
     good = best + _ALIKE * now

@@ -106,9 +106,9 @@ class EpochUses:
         """Return (k,) step of each object's first repeated read after `steps`, or NEVER."""
         out = np.full(len(ids), NEVER, np.int32)
         at = np.searchsorted(self.repeats, (ids << 32) | steps, side="right")
-        found = self.repeats[np.minimum(at, len(self.repeats) - 1)]
-        hit = (at < len(self.repeats)) & (found >> 32 == ids)
-        out[hit] = found[hit] & _LOW
+        entries = self.repeats[np.minimum(at, len(self.repeats) - 1)]
+        hit = (at < len(self.repeats)) & (entries >> 32 == ids)
+        out[hit] = entries[hit] & _LOW
         return out
 
 
@@ -187,7 +187,7 @@ class NextUses:
                 due[unknown] = known.first[ids[unknown]]
         self.due[ids] = NEVER if due is None else due
 
-    def forget(self, epoch: int) -> None:
+    def drop_before(self, epoch: int) -> None:
         """Forget epochs before `epoch`, which no rank reads any more."""
         self._forgotten = max(self._forgotten, epoch)
         for old in [e for e in self._epochs if e < epoch]:

@@ -129,7 +129,7 @@ class SessionPlan:
             self._firsts.pop()
             self._epochs.pop()
 
-    def forget(self, step: int) -> None:
+    def drop_before(self, step: int) -> None:
         """Forget steps before `step`; memory is freed piece by piece."""
         steps = step - self._step
         position = self._view[steps]

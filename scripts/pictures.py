@@ -113,7 +113,7 @@ def main() -> None:
         with SlowFS(str(folder / "data"), str(folder / "mount"), **slow):  # type: ignore[no-untyped-call]
             training = run(folder, name)
             try:
-                until(lambda: serves(name), 120, what="the training has a daemon")
+                until(lambda: serves(name), 120, event="the training has a daemon")
                 with Client.connect(name, "cli") as client:
                     time.sleep(AFTER_S)
                     (PICTURES / "top.svg").write_text(picture_of_top(client))

@@ -126,7 +126,7 @@ def signature(name: str, thing: Any) -> str:
     called = f"{name}{inspect.Signature(parameters)}".replace("'", '"')  # as ruff writes them
     if len(called) <= 76:  # what the site shows of a line of code
         return called
-    inside = ", ".join(str(one).replace("'", '"') for one in parameters)
+    inside = ", ".join(str(parameter).replace("'", '"') for parameter in parameters)
     if any(p.kind is p.KEYWORD_ONLY for p in parameters):
         first = next(str(p).replace("'", '"') for p in parameters if p.kind is p.KEYWORD_ONLY)
         inside = inside.replace(first, f"*, {first}", 1)
@@ -147,12 +147,12 @@ def _api() -> Iterator[str]:
 
 
 def _method(owner: type, name: str) -> Iterator[str]:
-    found = inspect.getattr_static(owner, name)
-    called = signature(name, found) if inspect.isfunction(found) else name
+    member = inspect.getattr_static(owner, name)
+    called = signature(name, member) if inspect.isfunction(member) else name
     yield f"### {owner.__name__}.{name}"
     if called != name:
         yield f"```text\n{called}\n```"
-    yield from prose(found.__doc__ or "")
+    yield from prose(member.__doc__ or "")
 
 
 def _cli(group: click.Group = commands, words: str = "creel") -> Iterator[str]:
@@ -198,18 +198,18 @@ def _metrics() -> Iterator[str]:
     yield "* `creel_build_info`: version of this daemon, the label `version`."
     for owner, title in _OWNERS.items():
         yield f"## {title}"
-        yield "\n".join(wrapped(_metric(one)) for one in COUNTERS if one.of == owner)
+        yield "\n".join(wrapped(_metric(counter)) for counter in COUNTERS if counter.of == owner)
 
 
-def _metric(one: Counter) -> str:
+def _metric(counter: Counter) -> str:
     """Return a counter's line: its metric, kind, labels, what it counts, and its key in JSON."""
-    of = {"rank": ["job", "rank"], "node": []}.get(one.of, [one.of])
-    labels = ", ".join(f"`{label}`" for label in (*of, *filter(None, [one.label])))
-    kind = "" if one.kind == "counter" else f" ({one.kind})"
-    members = f" ({', '.join(f'`{m}`' for m in one.members)})" if one.members else ""
-    name = one.metric + "_total" * (one.kind == "counter")
+    of = {"rank": ["job", "rank"], "node": []}.get(counter.of, [counter.of])
+    labels = ", ".join(f"`{label}`" for label in (*of, *filter(None, [counter.label])))
+    kind = "" if counter.kind == "counter" else f" ({counter.kind})"
+    members = f" ({', '.join(f'`{m}`' for m in counter.members)})" if counter.members else ""
+    name = counter.metric + "_total" * (counter.kind == "counter")
     by = f" By {labels}{members}." if labels else ""
-    return f"* `{name}`{kind}: {one.help}{by} JSON: `{one.key}`."
+    return f"* `{name}`{kind}: {counter.help}{by} JSON: `{counter.key}`."
 
 
 _PAGES = {"api": _api, "cli": _cli, "configuration": _settings, "metrics": _metrics}
@@ -217,21 +217,21 @@ _PAGES = {"api": _api, "cli": _cli, "configuration": _settings, "metrics": _metr
 
 def pages() -> dict[Path, str]:
     """Return the text of each page as it should be."""
-    made = {}
+    texts = {}
     for name, parts in _PAGES.items():
         path = DOCS / f"{name}.md"
         before, _, then = path.read_text().partition(BEGIN)
         _, _, after = then.partition(END)
         text = "\n\n".join(filter(None, parts()))
-        made[path] = f"{before}{BEGIN}\n{text}\n\n{END}{after}"
-    return made
+        texts[path] = f"{before}{BEGIN}\n{text}\n\n{END}{after}"
+    return texts
 
 
 def main() -> None:
-    made = pages()
+    texts = pages()
     if "--check" in sys.argv[1:]:
-        sys.exit(any(path.read_text() != text for path, text in made.items()))
-    for path, text in made.items():
+        sys.exit(any(path.read_text() != text for path, text in texts.items()))
+    for path, text in texts.items():
         path.write_text(text)
 
 

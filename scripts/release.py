@@ -63,18 +63,20 @@ print("trained with creel", creel.__version__)
 
 def check() -> list[str]:
     """Return what stands in the way of a release of the last commit."""
-    found = []
+    faults = []
     if _git("status", "--porcelain"):
-        found.append("there are changes that are not committed")
+        faults.append("there are changes that are not committed")
     if not re.search(rf"^## {re.escape(VERSION)} - \d{{4}}-", _changelog(), re.MULTILINE):
-        found.append(f"CHANGELOG.md has no heading '## {VERSION} - YYYY-MM-DD'")
+        faults.append(f"CHANGELOG.md has no heading '## {VERSION} - YYYY-MM-DD'")
     if _git("tag", "--list", TAG):
-        found.append(f"the tag {TAG} exists: raise VERSION in src/creel/version.py")
+        faults.append(f"the tag {TAG} exists: raise VERSION in src/creel/version.py")
     pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     if not (ROOT / f"tests/unit/states/{VERSION}.json").exists():
-        found.append("the states of this release are not recorded: tests/unit/test_older_states.py")
+        faults.append(
+            "the states of this release are not recorded: tests/unit/test_older_states.py"
+        )
     stale = [page for page in pages if _UNRELEASED in page.read_text()]
-    return found + [f"{page.relative_to(ROOT)} says: {_UNRELEASED}" for page in stale]
+    return faults + [f"{page.relative_to(ROOT)} says: {_UNRELEASED}" for page in stale]
 
 
 def prepare(tree: Path, repository: str) -> None:
@@ -134,13 +136,29 @@ def try_out(wheel: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder, "environment")
         venv.create(environment, symlinks=True)
-        pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python")
-        _run(*pip, str(environment), "install", "--no-deps", "--no-index", str(wheel))
+        _run(
+            sys.executable,
+            "-m",
+            "pip",
+            "-q",
+            "--disable-pip-version-check",
+            "--python",
+            str(environment),
+            "install",
+            "--no-deps",
+            "--no-index",
+            str(wheel),
+        )
         (packages,) = environment.glob("lib/python*/site-packages")
         seen = [path for path in sys.path if path.endswith("site-packages")]
         (packages / "needs.pth").write_text("\n".join(seen) + "\n")
-        program = (str(environment / "bin/python"), "-c", _TRAINING)
-        return _run(*program, cwd=folder, CREEL_SOCKET=f"release-{os.getpid()}")
+        return _run(
+            str(environment / "bin/python"),
+            "-c",
+            _TRAINING,
+            cwd=folder,
+            CREEL_SOCKET=f"release-{os.getpid()}",
+        )
 
 
 def _run(*command: str, cwd: str | Path | None = None, **variables: str) -> str:
@@ -163,10 +181,14 @@ def _look_into(wheel: Path) -> None:
     _require(not strange, f"the wheel has {', '.join(strange)}")
     with zipfile.ZipFile(wheel) as opened:
         text = opened.read(f"creel_data-{VERSION}.dist-info/METADATA").decode()
-    told = HeaderParser().parsestr(text)
-    _require((told["Name"], told["Version"]) == ("creel-data", VERSION), "another name or version")
+    metadata = HeaderParser().parsestr(text)
     _require(
-        not _LINK.search(str(told.get_payload())), "README has links that an index cannot follow"
+        (metadata["Name"], metadata["Version"]) == ("creel-data", VERSION),
+        "another name or version",
+    )
+    _require(
+        not _LINK.search(str(metadata.get_payload())),
+        "README has links that an index cannot follow",
     )
 
 
@@ -177,8 +199,8 @@ def _names(wheel: Path) -> set[str]:
 
 def tag() -> None:
     """Tag the last commit, with what CHANGELOG says of this version."""
-    _, _, rest = _changelog().partition(f"## {VERSION} - ")
-    text = rest.partition("\n")[2].partition("\n## ")[0].strip()
+    _, _, section = _changelog().partition(f"## {VERSION} - ")
+    text = section.partition("\n")[2].partition("\n## ")[0].strip()
     _git("tag", "--annotate", "--cleanup=verbatim", "-m", f"creel {VERSION}\n\n{text}", TAG)
 
 
@@ -197,8 +219,8 @@ def _require(good: bool, otherwise: str) -> None:
 
 
 def _check() -> None:
-    found = check()
-    _require(not found, "; ".join(found))
+    faults = check()
+    _require(not faults, "; ".join(faults))
 
 
 def _export(folder: str) -> Path:

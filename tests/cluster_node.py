@@ -30,7 +30,9 @@ class ClusterNode:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.core = Core(Allocator(nbytes), default_window())
         self.clusters = ClusterService(
-            *(self.arena, settings or ClusterSettings(), self.core),
+            self.arena,
+            settings or ClusterSettings(),
+            self.core,
             handle=self._handle,
             call_soon=self._calls.put,
             unreachable=self.ended.append,

@@ -184,9 +184,9 @@ def slow(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SlowFiles]:
     """Files on slow storage, of the kind that the test's parameter names."""
     from testbed.slow_files import SlowFiles
 
-    made = SlowFiles(tmp_path, getattr(request, "param", "npy"))
-    yield made
-    made.fs.close()  # type: ignore[no-untyped-call]
+    files = SlowFiles(tmp_path, getattr(request, "param", "npy"))
+    yield files
+    files.fs.close()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="session")
@@ -213,8 +213,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | Address:
     if request.param == "folder":
         return tmp_path / "stream"
     if request.param == "memory":
-        found: Path = request.getfixturevalue("in_memory")
-        return found
+        folder: Path = request.getfixturevalue("in_memory")
+        return folder
     redis: Address = request.getfixturevalue("redis")
     return redis / unique_name() / "stream"
 
@@ -243,8 +243,8 @@ def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     gc.collect()
     # A thread that collects a loader may still be running.
-    until(lambda: not multiprocessing.active_children(), what="no child process")
-    until(lambda: len(descriptors()) <= before, what=f"{before} descriptors again")
+    until(lambda: not multiprocessing.active_children(), event="no child process")
+    until(lambda: len(descriptors()) <= before, event=f"{before} descriptors again")
 
 
 @pytest.fixture

@@ -112,8 +112,8 @@ class Bytes(Labels):
         assert not data
 
     def holds(self, place: int, name: str, x: int, nbytes: int) -> bool:
-        found = pieces(self._arena.data, place, nbytes) or []
-        return b"".join(found) == self.content(name, x, nbytes)
+        parts = pieces(self._arena.data, place, nbytes) or []
+        return b"".join(parts) == self.content(name, x, nbytes)
 
     def release(self, start: int, nbytes: int) -> None:
         self._arena[start : start + nbytes] = 0
@@ -150,8 +150,7 @@ class CoreShell:
         shared = self.offset[name].view()
         shared.flags.writeable = False  # only actions say what to write there
         versions = versions or Versions(len(length))
-        columns = shared, length, lengths_of(length), versions
-        self.feed(DatasetAdded(name, *columns, begins_with))
+        self.feed(DatasetAdded(name, shared, length, lengths_of(length), versions, begins_with))
 
     def open(
         self,
@@ -218,8 +217,14 @@ class CoreShell:
     def fulfil(self, action: Action) -> None:
         """End what an action asks for."""
         if isinstance(action, FetchObjects):
-            columns = self.versions(action), self.asked_at(action)
-            self.feed(Fetched(action.fetch, self.nbytes_read(action), *columns))
+            self.feed(
+                Fetched(
+                    action.fetch,
+                    self.nbytes_read(action),
+                    self.versions(action),
+                    self.asked_at(action),
+                )
+            )
         elif isinstance(action, SpillObjects):
             self.feed(Spilled(action.spill, self.stored(action)))
         elif isinstance(action, CheckVersions):

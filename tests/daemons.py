@@ -48,7 +48,7 @@ class Running:
             fds = [0, 1, self._log.fileno()]
             self.process = Forked(_LINE, ["creel.daemon", *arguments], fds, env)
         try:
-            until(self._serves, 60, what="the daemon serves")
+            until(self._serves, 60, event="the daemon serves")
         except BaseException:
             self.kill()
             raise
@@ -87,11 +87,11 @@ class Running:
 
     def journals(self) -> int:
         """Return how many descriptors of journals the daemon has."""
-        found = 0
+        journals = 0
         for link in Path(f"/proc/{self.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                found += f"memfd:{JOURNAL} " in str(link.readlink())
-        return found
+                journals += f"memfd:{JOURNAL} " in str(link.readlink())
+        return journals
 
     def __enter__(self) -> Running:
         return self

@@ -110,11 +110,11 @@ def make_forks_cheap() -> None:
             advise(first, last - first, _MADV_COLLAPSE)
 
 
-def prepare(what: str) -> socket.socket:
+def prepare(kind: str) -> socket.socket:
     """Start the process that forks "daemon"s or "program"s; it ends when the line is closed."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
-        command = [sys.executable, __file__, what, str(its.fileno())]
+        command = [sys.executable, __file__, kind, str(its.fileno())]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch reads it once
         process = subprocess.Popen(command, pass_fds=[its.fileno()], env=env)
     process.returncode = 0  # no warning that it was not waited for
@@ -197,9 +197,9 @@ def run_program() -> int:
     return 0
 
 
-def main(what: str, line: int) -> int:
+def main(kind: str, line: int) -> int:
     run: Callable[[], int] = run_program
-    if what == "daemon":
+    if kind == "daemon":
         from creel.daemon.main import main as run
     else:
         import creel

@@ -62,19 +62,28 @@ def cluster_view(
     """Return node 0's view of a cluster: one rank and `nbytes` of memory per node, no disk."""
     n = len(origin)
     disk, names = np.array([(0, 1)] * n, np.int64), tuple(map(str, range(n)))
-    columns = np.arange(n), np.full(n, nbytes), np.asarray(origin), disk
-    return ClusterView(0, *columns, "", names, by_hash=by_hash, again=again)
+    return ClusterView(
+        0,
+        np.arange(n),
+        np.full(n, nbytes),
+        np.asarray(origin),
+        disk,
+        "",
+        names,
+        by_hash=by_hash,
+        again=again,
+    )
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:
-    """Wait for a condition that another process will make true; fail with `what` otherwise.
+def until(condition: Callable[[], bool], timeout_s: float = 30.0, event: str = "") -> None:
+    """Wait for a condition that another process will make true; fail with `event` otherwise.
 
     The deadline is not part of the test: a busy machine may take seconds instead of milliseconds.
     """
     deadline, pause_s = time.monotonic() + timeout_s, 0.0005
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:g} s: {what or condition}")
+            raise AssertionError(f"not within {timeout_s:g} s: {event or condition}")
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.01)
 
@@ -144,11 +153,11 @@ def resource_warnings_in_a_fork(patch: pytest.MonkeyPatch) -> int:
 
     Tests that call it need a filter "always::ResourceWarning".
     """
-    told: list[Any] = []
-    patch.setattr(warnings, "showwarning", lambda *what: told.append(what))
+    warned: list[Any] = []
+    patch.setattr(warnings, "showwarning", lambda *arguments: warned.append(arguments))
     pid = os.fork()
     if pid == 0:
-        os._exit(sum(issubclass(what[1], ResourceWarning) for what in told))
+        os._exit(sum(issubclass(arguments[1], ResourceWarning) for arguments in warned))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -197,13 +206,13 @@ def descriptors(pid: int | str = "self", *, eventfds: bool = False) -> frozenset
     still close something, or wait for its daemon, which takes an eventfd each time.
     """
     gc.collect()
-    found = set()
+    targets = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # the listing's own descriptor, and any closed meanwhile
-            what = str(fd.readlink())
-            if eventfds or not what.startswith("anon_inode:[eventfd"):
-                found.add((fd.name, what))
-    return frozenset(found)
+            target = str(fd.readlink())
+            if eventfds or not target.startswith("anon_inode:[eventfd"):
+                targets.add((fd.name, target))
+    return frozenset(targets)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,10 @@ class Program(Forked):
         words = [textwrap.dedent(code), *arguments]
         try:
             super().__init__(
-                *(_LINE, words, (in_, out, err), os.environ if env is None else env),
+                _LINE,
+                words,
+                (in_, out, err),
+                os.environ if env is None else env,
                 inside=inside,
                 new_session=new_session,
             )

@@ -41,7 +41,9 @@ def excess(skipped: Counter[str], most: dict[str, int]) -> Counter[str]:
     """
     counted: Counter[str] = Counter()
     for reason, count in skipped.items():
-        counted[next((one for one in most if fnmatchcase(reason, one)), reason)] += count
+        counted[next((pattern for pattern in most if fnmatchcase(reason, pattern)), reason)] += (
+            count
+        )
     return counted - Counter(most)
 
 

@@ -58,8 +58,8 @@ class Journal:
         """Return all entries in the order of writing, without those of damaged blocks."""
         data = bytearray(self._blocks * _BLOCK_NBYTES)
         view, done = memoryview(data), transfer(os.preadv, self._fd, [data])
-        found = (_unpack(view[at : at + _BLOCK_NBYTES], self._unit) for at in _steps(done))
-        return np.concatenate([np.empty(0, ENTRY), *found])
+        blocks = (_unpack(view[at : at + _BLOCK_NBYTES], self._unit) for at in _steps(done))
+        return np.concatenate([np.empty(0, ENTRY), *blocks])
 
     def append(self, entries: Entries) -> None:
         """Append entries of records that are on disk already."""

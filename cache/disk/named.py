@@ -68,9 +68,11 @@ def open_samples(path: str, key: str, about: dict[str, Any], begin: bytes, nbyte
         finally:
             os.close(fd)
             os.unlink(new, dir_fd=folder)
-        older = [one for one in _listed(folder) if one.name == about["name"] and one.key != key]
-        for one in sorted(older, key=lambda one: one.used)[: max(len(older) + 1 - _MOST, 0)]:
-            _remove(folder, one.key, unused=True)
+        older = [
+            named for named in _listed(folder) if named.name == about["name"] and named.key != key
+        ]
+        for named in sorted(older, key=lambda named: named.used)[: max(len(older) + 1 - _MOST, 0)]:
+            _remove(folder, named.key, unused=True)
         return os.open(key, flags, dir_fd=folder)
 
 
@@ -81,7 +83,7 @@ def listed(path: str) -> list[Named]:
         OSError: the folder cannot be read.
     """
     with subfolder(path, _FOLDER) as folder:
-        return sorted(_listed(folder), key=lambda one: -one.used)
+        return sorted(_listed(folder), key=lambda named: -named.used)
 
 
 def drop(path: str, key: str) -> None:
@@ -100,7 +102,7 @@ def _new() -> str:
 
 
 def _listed(folder: int) -> list[Named]:
-    found = []
+    listing = []
     for file in os.listdir(folder):
         key = file.removesuffix(_ABOUT)
         with suppress(OSError, ValueError, KeyError, TypeError, struct.error):  # removed meanwhile
@@ -108,9 +110,18 @@ def _listed(folder: int) -> list[Named]:
                 about = json.loads(_read(folder, file, 1 << 16))
                 status = os.stat(key, dir_fd=folder)
                 kept = _SHOWN.unpack(_read(folder, key, _SHOWN.size))[2]
-                said = about["name"], about["dataset"], about["samples"]
-                found.append(Named(key, *said, kept, status.st_blocks * 512, status.st_mtime))
-    return found
+                listing.append(
+                    Named(
+                        key,
+                        about["name"],
+                        about["dataset"],
+                        about["samples"],
+                        kept,
+                        status.st_blocks * 512,
+                        status.st_mtime,
+                    )
+                )
+    return listing
 
 
 def _read(folder: int, file: str, nbytes: int) -> bytes:

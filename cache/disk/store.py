@@ -55,20 +55,29 @@ class DiskStore:
 
     def __init__(self, path: str, budget: int, keep_free: int) -> None:
         self._lock = threading.RLock()  # guards the index; not held during reads and writes
+        #: Of whoever writes records.
         self._writing = threading.Lock()
+        #: Aligned memory for reads past the page cache.
         self._scratch = AlignedScratch()
+        #: Indexes of datasets in use.
         self._datasets: dict[str, DatasetIndex] = {}
+        #: Whether the tier is switched off.
         self._off = False
         self.failure = ""  # why it is switched off, if the disk has failed
         with contextlib.ExitStack() as stack:
+            #: Descriptor of the folder, which is locked.
             self._folder = open_folder(path)
             stack.callback(os.close, self._folder)
+            #: All records.
             self._file = DataFile(self._folder, budget, keep_free)
             stack.callback(self._file.close)
+            #: Bytes of which records take multiples.
             self.unit = self._file.unit
+            #: Where each record is.
             self._journal = Journal(self._folder, self.unit)
             stack.callback(self._journal.close)
             self._load()
+            #: Closes the three above.
             self._closing = stack.pop_all()
 
     # --- index -----------------------------------------------------------------------------------
@@ -113,22 +122,22 @@ class DiskStore:
         identity = dataset_id(dataset)
         index = DatasetIndex(identity, np.zeros(objects, np.int32), np.zeros(objects, np.uint16))
         with self._lock:
-            found = self._idle.pop(half(identity), np.empty(0, ENTRY))
-            outside = found["object"] >= objects
-            self._release(found[outside])
-            found = found[~outside]
-            found = found[found["object"].argsort(kind="stable")]
-            first = np.flatnonzero(np.append(True, np.diff(found["object"]) != 0)[: len(found)])
-            single = np.diff(np.append(first, len(found))) == 1
-            single &= found["units"][first] < MANY_UNITS
-            one = found[first[single]]
-            index.place[one["object"]] = one["start"].astype(np.int64) + 1
-            index.units[one["object"]] = one["units"]
-            ends = np.append(first[1:], len(found))
+            entries = self._idle.pop(half(identity), np.empty(0, ENTRY))
+            outside = entries["object"] >= objects
+            self._release(entries[outside])
+            entries = entries[~outside]
+            entries = entries[entries["object"].argsort(kind="stable")]
+            first = np.flatnonzero(np.append(True, np.diff(entries["object"]) != 0)[: len(entries)])
+            single = np.diff(np.append(first, len(entries))) == 1
+            single &= entries["units"][first] < MANY_UNITS
+            single_entries = entries[first[single]]
+            index.place[single_entries["object"]] = single_entries["start"].astype(np.int64) + 1
+            index.units[single_entries["object"]] = single_entries["units"]
+            ends = np.append(first[1:], len(entries))
             for a, b in zip(first[~single].tolist(), ends[~single].tolist(), strict=True):
-                index.put(int(found["object"][a]), runs_of(found[a:b]))
+                index.put(int(entries["object"][a]), runs_of(entries[a:b]))
             self._datasets[dataset] = index
-        return found["object"][first].astype(np.int32), found["nbytes"][first].copy()
+        return entries["object"][first].astype(np.int32), entries["nbytes"][first].copy()
 
     def detach(self, dataset: str, length: Ints) -> None:
         """Stop using a dataset, after writes in progress; records stay until their room is needed.
@@ -317,7 +326,7 @@ class DiskStore:
                 for object_id in ids.tolist():
                     self._drop(index, object_id)
 
-    def forget(self, dataset: str) -> None:
+    def remove(self, dataset: str) -> None:
         """Remove all objects of an attached dataset permanently, also from the journal."""
         with self._writing, self._lock:
             index = self._datasets.get(dataset)
@@ -365,12 +374,12 @@ class DiskStore:
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def _give_up(self, what: str, error: OSError) -> None:
+    def _give_up(self, action: str, error: OSError) -> None:
         with self._lock:
             if self._off:
                 return
             self._off = True
-            self.failure = f"the disk cannot {what} ({error})"
+            self.failure = f"the disk cannot {action} ({error})"
         log.warning("the disk tier is switched off: %s", self.failure)
 
     def leave(self) -> None:

@@ -36,23 +36,25 @@ class Arena:
     writable memoryview of all `nbytes`, `array` the same as (nbytes,) uint8.
     """
 
-    def __init__(self, own: Descriptor, nbytes: int) -> None:
+    def __init__(self, descriptor: Descriptor, nbytes: int) -> None:
         """Map a sealed memfd of `nbytes` read-write.
 
         Raises:
             UnavailableError: this process has no address space for it.
         """
-        self._own = own
+        self._own = descriptor
         self.nbytes = nbytes
         try:
-            self._map = mapped(own.fd, nbytes)
+            self._map = mapped(descriptor.fd, nbytes)
         except OSError as e:
             raise UnavailableError(
                 f"the memory of {nbytes >> 20} MiB cannot be mapped ({e.strerror}): lower"
                 " memory.budget, or raise the limit on address space (ulimit -v)"
             ) from e
-        os.fchmod(own.fd, stat.S_IRUSR)
-        self._given = Descriptor(os.open(f"/proc/self/fd/{own.fd}", os.O_RDONLY | os.O_CLOEXEC))
+        os.fchmod(descriptor.fd, stat.S_IRUSR)
+        self._given = Descriptor(
+            os.open(f"/proc/self/fd/{descriptor.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        )
         self._closed = False
         for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
             with contextlib.suppress(OSError, AttributeError):  # not on every system
@@ -75,7 +77,7 @@ class Arena:
         return self._given.fd
 
     @property
-    def own(self) -> Descriptor:
+    def descriptor(self) -> Descriptor:
         """The descriptor that the memory can be written through."""
         return self._own
 
@@ -123,8 +125,8 @@ class Arena:
 
     def parts(self, place: Ints, length: Ints) -> list[list[memoryview]]:
         """Return writable views of the objects at these places; headers of runs must be written."""
-        found = zip(place.tolist(), length.tolist(), strict=True)
-        return [pieces(self.view, at, nbytes) or [] for at, nbytes in found]
+        ranges = zip(place.tolist(), length.tolist(), strict=True)
+        return [pieces(self.view, at, nbytes) or [] for at, nbytes in ranges]
 
     def close(self) -> None:
         """Write nothing more. The system frees the memory with this object and the last view.
@@ -186,8 +188,8 @@ class Rows:
         Args:
             offset: (n,) first byte of each object in the arena, or NOWHERE; n > 0.
         """
-        row, rest = np.divmod(offset, self._nbytes)
-        if np.count_nonzero(rest) or row.min() < 0:
+        row, remainder = np.divmod(offset, self._nbytes)
+        if np.count_nonzero(remainder) or row.min() < 0:
             return False
         self.copy_rows(row, out)
         return True

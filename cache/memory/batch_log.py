@@ -99,10 +99,10 @@ class BatchLog:
         first = max(since, end - ROWS, 0)
         steps = np.arange(first, max(min(end, first + ROWS), first), dtype=np.int64)
         copy = np.frombuffer(bytes(self._bytes[HEAD_NBYTES:]), np.int64).reshape(ROWS, -1)
-        found: NDArray[np.int64] = copy[steps % ROWS]
+        rows: NDArray[np.int64] = copy[steps % ROWS]
         least = max(self._words[RECORDED] - ROWS + 1, 0)
-        whole: NDArray[np.bool_] = (found[:, 0] == steps) & (steps >= least)
-        return np.asarray(found[whole])
+        whole: NDArray[np.bool_] = (rows[:, 0] == steps) & (steps >= least)
+        return np.asarray(rows[whole])
 
     def rows(self, since: int = 0) -> list[BatchRow]:
         """Return the same as `table`, row by row."""

@@ -120,8 +120,10 @@ def punch_hole(fd: int, offset: int, nbytes: int) -> None:
         OSError: the file system cannot.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    place = (ctypes.c_int(fd), _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
-    if libc.fallocate(*place) != 0:
+    if (
+        libc.fallocate(ctypes.c_int(fd), _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(nbytes))
+        != 0
+    ):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 

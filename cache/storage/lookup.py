@@ -234,19 +234,19 @@ def list_remote(
         ConfigError: the storage denies access.
         SourceError: the storage fails.
     """
-    found = [] if rows is None else rows
+    entries = [] if rows is None else rows
 
     def listed(store: Store) -> Listing:
-        found.clear()
-        found.extend(store.list(root))
-        return in_walk_order(found)
+        entries.clear()
+        entries.extend(store.list(root))
+        return in_walk_order(entries)
 
     with _creel_errors():
         return _ask(root, listed, options)
 
 
-def in_walk_order(found: Iterable[tuple[str, int]]) -> Listing:
+def in_walk_order(entries: Iterable[tuple[str, int]]) -> Listing:
     """Sort (name, nbytes) by folder, then by name; keep the sizes only if all are known."""
-    rows = sorted(found, key=lambda row: row[0].rpartition("/")[::2])
+    rows = sorted(entries, key=lambda row: row[0].rpartition("/")[::2])
     sizes = [n for _, n in rows]
     return Listing([name for name, _ in rows], None if UNKNOWN in sizes else sizes)

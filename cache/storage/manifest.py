@@ -166,7 +166,7 @@ class Manifest:
     def begins_with(self, other: Manifest) -> bool:
         """Whether the first rows are all those of `other`, reached in the same way."""
         n = other.table.num_rows
-        access = tuple((row, one) for row, one in self.access if row < n)
+        access = tuple((row, grant) for row, grant in self.access if row < n)
         pins = tuple(pin for pin in self.pins if pin[0] < n)
         if not 0 < n < self.table.num_rows or other.salt or self.salt:
             return False
@@ -184,7 +184,7 @@ class Manifest:
         if not other._prefix.startswith(self._prefix):
             return False
         lead = np.frombuffer(other._prefix.removeprefix(self._prefix).encode(), np.uint8)
-        (bounds, text), (ends, rest) = self._letters, other._letters
+        (bounds, text), (ends, other_text) = self._letters, other._letters
         if not np.array_equal(np.diff(bounds[: n + 1]), np.diff(ends[: n + 1]) + len(lead)):
             return False
         step = max(_COMPARE // (1 + len(lead) // 32), 1)
@@ -194,7 +194,7 @@ class Manifest:
             at = (bounds[first:last] - bounds[first])[:, None] + np.arange(len(lead))
             left = np.ones(len(whole), np.bool_)
             left[at] = False
-            part = np.frombuffer(rest[ends[first] : ends[last]], np.uint8)
+            part = np.frombuffer(other_text[ends[first] : ends[last]], np.uint8)
             if not ((whole[at] == lead).all() and np.array_equal(whole[left], part)):
                 return False
         return True
@@ -450,7 +450,7 @@ class Manifest:
         """Write an Arrow IPC file (70 MB for a million files)."""
         import pyarrow as pa
 
-        access = _words((row, one.identity) for row, one in self.access)
+        access = _words((row, grant.identity) for row, grant in self.access)
         also = {_ROOT: self.root.encode(), _SALT: self.salt.encode(), _ACCESS: access}
         also |= {_PINS: _words(self.pins)} if self.pins else {}
         table = self.table.replace_schema_metadata(also)
@@ -481,7 +481,9 @@ class Manifest:
             raise MalformedError("a manifest must not have nulls")
         access, pins = (_parsed(also.get(key, b""), table.num_rows) for key in (_ACCESS, _PINS))
         manifest = cls(
-            *(table.replace_schema_metadata(None), root, salt),
+            table.replace_schema_metadata(None),
+            root,
+            salt,
             tuple((row, Access(identity)) for row, identity in access),
             _parsed_pins(pins),
         )
@@ -508,27 +510,27 @@ class Manifest:
 
 def _joined_access(parts: Sequence[Manifest]) -> tuple[tuple[int, Access], ...]:
     """Return the access of manifests that are joined in order, without equal neighbours."""
-    found: list[tuple[int, Access]] = []
+    firsts: list[tuple[int, Access]] = []
     first = 0
     for part in parts:
         for row, access in part.access:
-            if not found or found[-1][1] != access:
-                found.append((first + row, access))
+            if not firsts or firsts[-1][1] != access:
+                firsts.append((first + row, access))
         first += part.table.num_rows
-    return tuple(found)
+    return tuple(firsts)
 
 
 def _joined_pins(parts: Sequence[Manifest]) -> tuple[tuple[int, int], ...]:
     """Return the pins of manifests that are joined in order."""
-    found: list[tuple[int, int]] = []
+    firsts: list[tuple[int, int]] = []
     first = 0
     for part in parts:
         pins = part.pins
-        if found and part.table.num_rows and not (pins and pins[0][0] == 0):
-            found.append((first, ANY))
-        found += [(first + row, pin) for row, pin in pins]
+        if firsts and part.table.num_rows and not (pins and pins[0][0] == 0):
+            firsts.append((first, ANY))
+        firsts += [(first + row, pin) for row, pin in pins]
         first += part.table.num_rows
-    return tuple(found)
+    return tuple(firsts)
 
 
 def _words(pairs: Iterable[tuple[int, object]]) -> bytes:

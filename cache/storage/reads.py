@@ -99,9 +99,9 @@ class Read(NamedTuple):
         """Return a view of the results of some objects, to be written to."""
         return Read(self.nbytes[part], self.version[part], self.asked[part])
 
-    def enter(self, where: NDArray[np.integer] | slice, found: Read) -> None:
-        """Enter the results `found` for the objects at `where`."""
-        for column, values in zip(self, found, strict=True):
+    def enter(self, where: NDArray[np.integer] | slice, part: Read) -> None:
+        """Enter the results `part` for the objects at `where`."""
+        for column, values in zip(self, part, strict=True):
             column[where] = values
 
 

@@ -147,27 +147,29 @@ class Source:
         Returns:
             (k,) versions; MISSING where a file is absent or cannot be read.
         """
-        found = np.full(len(files), version.MISSING, np.int64)
+        versions = np.full(len(files), version.MISSING, np.int64)
         rows = self.manifest.file_rows[:-1][files]
         uris = self.manifest.addresses(rows)
         left = list(range(len(files)))
 
         def ask() -> None:
-            if failed := self._ask(uris, rows, left, found):
+            if failed := self._ask(uris, rows, left, versions):
                 left[:] = failed
                 raise next(iter(failed.values()))
 
         if uris:
             with suppress(Exception):  # files that failed are MISSING
                 retried(
-                    *(self._settings, ask, uris[0]),
+                    self._settings,
+                    ask,
+                    uris[0],
                     on_retry=self.counters.count_retry,
                     reached=self._reached,
                 )
-        return found
+        return versions
 
     def _ask(
-        self, uris: list[str], rows: Ints, which: list[int], found: Ints
+        self, uris: list[str], rows: Ints, which: list[int], versions: Ints
     ) -> dict[int, Exception]:
         """Enter the versions of some addresses; return the transient errors by position."""
         stores: dict[Store, list[int]] = defaultdict(list)
@@ -186,14 +188,14 @@ class Source:
                 answers = [e] * len(members)
             for i, answer in zip(members, answers, strict=True):
                 if not isinstance(answer, Exception):
-                    found[i] = answer
+                    versions[i] = answer
                 elif transient(answer):
                     failed[i] = answer
         return failed
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
         """Return each object, of unknown length; None for objects that failed."""
-        found: list[WholeObject | None] = []
+        objects: list[WholeObject | None] = []
         total, seconds, asked = 0, 0.0, time.monotonic()
         files, remote = self._stored_files(self.manifest.rows(ids))
         local = [file.uri for file, far in zip(files, remote, strict=True) if not far]
@@ -201,18 +203,18 @@ class Source:
         for stored, far in zip(files, remote, strict=True):
             file = None if far else next(opened)
             try:
-                data, told = self._whole_of(stored, file, start)
-                found.append(WholeObject(data, told, asked))
+                data, data_version = self._whole_of(stored, file, start)
+                objects.append(WholeObject(data, data_version, asked))
             except SourceError:
-                found.append(None)
+                objects.append(None)
             now = time.monotonic()
-            if found[-1] is not None:
+            if objects[-1] is not None:
                 seconds += now - start
                 total += len(data)
             start = now
-        reads = len(ids) - found.count(None)
+        reads = len(ids) - objects.count(None)
         self.counters.count(reads, total, seconds, reads)
-        return found
+        return objects
 
     def _opened(self, uris: list[str]) -> Iterator[OpenFile | Exception]:
         """Yield each local file, or the exception of opening it.
@@ -283,10 +285,10 @@ class Source:
         stored, remote = self._stored_files(rows[order[bounds[files[:-1]]]])
         once = [not (file.keep or far) for file, far in zip(stored, remote, strict=True)]
         ahead = self._opened([file.uri for file, alone in zip(stored, once, strict=True) if alone])
-        found: list[int] = []
+        run_versions: list[int] = []
         for file, alone, (start, stop) in zip(stored, once, pairwise(files.tolist()), strict=True):
-            found += self._fill(file, runs[start:stop], next(ahead) if alone else None)
-        versions = np.array(found).repeat(bounds[1:] - bounds[:-1])
+            run_versions += self._fill(file, runs[start:stop], next(ahead) if alone else None)
+        versions = np.array(run_versions).repeat(bounds[1:] - bounds[:-1])
         done = versions != version.MISSING
         read.nbytes[order[done]], read.version[order[done]] = length[done], versions[done]
         return read
@@ -411,12 +413,12 @@ class Source:
 
     def _tell_refused(self, failure: SourceError) -> None:
         """Log a refused read in a daemon, once for each account and server."""
-        what = failure.strerror or ""
+        reason = failure.strerror or ""
         if self.grants is None or failure.errno != errno.EACCES or not is_remote(failure.uri):
             return
-        if what not in self._told_refused:
-            self._told_refused.add(what)
-            log.warning("%s: %s", failure.uri, what)
+        if reason not in self._told_refused:
+            self._told_refused.add(reason)
+            log.warning("%s: %s", failure.uri, reason)
 
     def _check_path(self, path: str) -> None:
         if not self._relative and not path.startswith(("/", "file:/")):

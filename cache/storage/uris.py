@@ -26,8 +26,8 @@ def scheme_of(address: str) -> str:
     >>> scheme_of("s3://bucket/a"), scheme_of("/data/a"), scheme_of("file:///data/a")
     ('s3', '', 'file')
     """
-    head, found, _ = address.partition("://")
-    return head.lower() if found else ""
+    head, separator, _ = address.partition("://")
+    return head.lower() if separator else ""
 
 
 def is_remote(uri: str) -> bool:
@@ -99,9 +99,9 @@ def several(given: object) -> list[str | os.PathLike[str]]:
     if not isinstance(given, Iterable):
         raise ConfigError(f"give a path or a list of paths, not {given!r}")
     listed = list(given)
-    for one in listed:
-        if not isinstance(one, (str, os.PathLike)):
-            raise ConfigError(f"a path is a string or a Path, not {one!r}")
+    for path in listed:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"a path is a string or a Path, not {path!r}")
     return listed
 
 
@@ -219,8 +219,9 @@ def text_array(values: Sequence[str]) -> pa.Array:
     import pyarrow as pa
 
     text = "".join(values)
-    sizes = map(len, values) if text.isascii() else (len(one.encode()) for one in values)
+    sizes = map(len, values) if text.isascii() else (len(value.encode()) for value in values)
     ends = np.zeros(len(values) + 1, np.int64)
     np.cumsum(np.fromiter(sizes, np.int64, len(values)), out=ends[1:])
-    buffers = pa.py_buffer(ends), pa.py_buffer(text.encode())
-    return pa.LargeStringArray.from_buffers(len(values), *buffers)
+    return pa.LargeStringArray.from_buffers(
+        len(values), pa.py_buffer(ends), pa.py_buffer(text.encode())
+    )

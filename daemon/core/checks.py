@@ -84,6 +84,6 @@ class Checks:
         asked = (a for a in self._checks.values() if a.residency is residency and a.begun < before)
         return [a for a in asked if file in a.files]
 
-    def forget(self, residency: Residency) -> None:
+    def remove(self, residency: Residency) -> None:
         """Forget the checks of a removed dataset; their answers will be ignored."""
         self._checks = {n: a for n, a in self._checks.items() if a.residency is not residency}

@@ -23,7 +23,7 @@ from creel.daemon.core.prefetcher import Prefetcher
 from creel.daemon.core.readers.dataset_readers import DatasetReaders
 from creel.daemon.core.readers.sessions import RankStream
 from creel.daemon.core.residency import Residency
-from creel.daemon.core.restart.kept import KeptObjects, Restored, kept_of, restore
+from creel.daemon.core.restart.objects import RestartObjects, Restored, restart_objects, restore
 from creel.errors import IllegalEventError, MalformedError
 from creel.messages import Begin, Close, Truncate
 from creel.policies.arrays import Index
@@ -66,8 +66,15 @@ class Core:
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[events.Action] = []
         self.plans = ClusterPlans(self._residencies, self._readers, self._emit)
-        parts = self._admission, self._inflight, self._prefetcher, self._checks, self._spilling
-        self._landing = Landing(*parts, self._sessions, self._announce)
+        self._landing = Landing(
+            self._admission,
+            self._inflight,
+            self._prefetcher,
+            self._checks,
+            self._spilling,
+            self._sessions,
+            self._announce,
+        )
         timed: dict[type, Callable[[Any, float], None]] = {
             events.SessionOpened: self._opened,
             events.DatasetGrew: self._grew,
@@ -81,7 +88,7 @@ class Core:
             Begin: self._begun,
             events.EpochDealt: self._dealt,
             events.EpochFollowed: self._followed,
-            events.SamplesTold: self._told,
+            events.SamplesTold: self._learn_samples,
             Truncate: self._truncated,
             Close: self._closed,
         }
@@ -100,7 +107,7 @@ class Core:
             events.PlanAsked: self.plans.asked,
             events.PeerServed: self._serving.served,
             events.DiskOpened: self._disk_opened,
-            events.FoundOnDisk: self._found,
+            events.FoundOnDisk: self._enter_disk,
             Restored: self._restored_objects,
             events.Spilled: self._spilling.landed,
         }
@@ -127,7 +134,7 @@ class Core:
         self._handlers[type(event)](event, now)
         if settles:
             self._settle(now, every=isinstance(event, events.Tick))
-        self._forget_fresh()
+        self._clear_fresh()
         return self._out
 
     def settle(self, now: float) -> list[events.Action]:
@@ -140,7 +147,7 @@ class Core:
         """
         self._begin(now)
         self._settle(now, every=False)
-        self._forget_fresh()
+        self._clear_fresh()
         return self._out
 
     def _begin(self, now: float) -> None:
@@ -176,7 +183,7 @@ class Core:
     def _emit(self, action: events.Action) -> None:
         self._out.append(action)
 
-    def _forget_fresh(self) -> None:
+    def _clear_fresh(self) -> None:
         """Forget the places published by this event; the shell will have written them."""
         for residency in self._residencies.values():
             residency.fresh.clear()
@@ -184,8 +191,7 @@ class Core:
     def _announce(self, s: RankStream) -> None:
         cursors = s.cursors
         if cursors.announce():
-            what = cursors.ready, cursors.failed, cursors.early
-            self._out.append(events.SetReady(s.id, *what))
+            self._out.append(events.SetReady(s.id, cursors.ready, cursors.failed, cursors.early))
 
     def _readers_of(self, s: RankStream) -> DatasetReaders:
         return self._readers[s.residency.name]
@@ -260,7 +266,7 @@ class Core:
         s.group.deals.view, s.group.deals.followed = e.view, True
         self._readers_of(s).followed(s)
 
-    def _told(self, s: RankStream, e: events.SamplesTold) -> None:
+    def _learn_samples(self, s: RankStream, e: events.SamplesTold) -> None:
         s.rehearsed = e.samples
         self._readers_of(s).choose_policy()
 
@@ -323,7 +329,7 @@ class Core:
             readers.choose_policy()
         self._set_reaches()
 
-    def _found(self, e: events.FoundOnDisk) -> None:
+    def _enter_disk(self, e: events.FoundOnDisk) -> None:
         self._residencies[e.dataset].found_on_disk(e.ids.astype(np.intp), e.nbytes)
 
     def _restored_objects(self, e: Restored) -> None:
@@ -364,8 +370,8 @@ class Core:
         residency.evict_all()
         self._admission.space.discard(residency.pool)
         self._past.update(residency.counted())
-        self._checks.forget(residency)
-        self.plans.forget(e.dataset)
+        self._checks.remove(residency)
+        self.plans.remove(e.dataset)
         del self._residencies[e.dataset], self._readers[e.dataset]
 
     def _ticked(self, e: events.Tick, now: float) -> None:
@@ -411,11 +417,11 @@ class Core:
             if epoch != s.epoch:
                 s.epoch = epoch
                 first = min(x.epoch for x in s.group.sessions.values())
-                uses.forget(first)
-                s.group.deals.forget(first)
+                uses.drop_before(first)
+                s.group.deals.drop_before(first)
                 residency.policy.epoch_began(uses, epoch)
             residency.release(ids)
-        stream.forget(done)
+        stream.drop_before(done)
 
     def _set_reaches(self) -> None:
         """Recompute how far each session may read ahead, after a change of sessions or plans."""
@@ -434,14 +440,17 @@ class Core:
         Returns:
             The actions decided before the failure, except for fetches.
         """
-        self._forget_fresh()
+        self._clear_fresh()
         stream = self._sessions.pop(session, None)
         if stream is not None:
             self._readers_of(stream).leave(stream)
         self._inflight.abort()
         for name, residency in self._residencies.items():
-            busy = self._inflight.ids(residency), self._spilling.ids(residency)
-            residency.rebuild(*busy, self._readers[name].pins())
+            residency.rebuild(
+                self._inflight.ids(residency),
+                self._spilling.ids(residency),
+                self._readers[name].pins(),
+            )
             self._readers[name].rebuild()
         self._set_reaches()
         decided, self._out = self._out, []
@@ -458,10 +467,12 @@ class Core:
 
     # --- reports -------------------------------------------------------------------------------
 
-    def kept(self) -> dict[str, KeptObjects]:
+    def kept(self) -> dict[str, RestartObjects]:
         """Return the residents of all datasets, for the daemon after this one."""
-        held = {name: one for name, one in self._residencies.items() if one.resident}
-        return {name: kept_of(one) for name, one in held.items()}
+        held = {
+            name: residency for name, residency in self._residencies.items() if residency.resident
+        }
+        return {name: restart_objects(residency) for name, residency in held.items()}
 
     def resident(self, dataset: str) -> int:
         """Return the number of a dataset's objects in memory."""
@@ -539,8 +550,11 @@ class Core:
         at, end = [], []
         for name, residency in self._residencies.items():
             self._readers[name].check()
-            busy = self._inflight.ids(residency), self._spilling.ids(residency)
-            residency.check(*busy, self._readers[name].pins())
+            residency.check(
+                self._inflight.ids(residency),
+                self._spilling.ids(residency),
+                self._readers[name].pins(),
+            )
             resident = np.flatnonzero(residency.offset[:] != NOWHERE)
             coming, going = self._inflight.offsets(residency), residency.departed.rooms()
             place = np.concatenate([residency.offset[resident], coming[0], going[0]])

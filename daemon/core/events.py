@@ -109,7 +109,7 @@ class ClusterChanged(BaseEvent, frozen=True):
 
 
 class PlanShared(BaseEvent, frozen=True):
-    """The answer to an `AskPlan`: which node holds each object; `plan` None: the peer knows not."""
+    """The answer to an `AskPlan`: which node holds each object; `plan` None: the peer has none."""
 
     dataset: str
     seed: int

@@ -148,8 +148,9 @@ class Inflight:
             self.nbytes += total
             self._admission.expected += guessed
             runs = residency.pool.runs(offset[part])
-            what = residency.name, small[part], *room
-            self._emit(FetchObjects(self._last, *what, deadline, runs, origin))
+            self._emit(
+                FetchObjects(self._last, residency.name, small[part], *room, deadline, runs, origin)
+            )
 
     def land(self, fetch: int, objects: int) -> InflightFetch | None:
         """Remove a fetch that has ended and return it; None if it is unknown.
@@ -198,8 +199,16 @@ class Inflight:
             placed = (offset != NOWHERE) | (length < 0)
             chosen, offset, length = ids[:fit][placed], offset[placed], length[placed]
             for origin, which in residency.origins(chosen, 0):
-                room = chosen[which], offset[which], length[which]
-                self.start(residency, *room, 0, now, now + _WHENEVER_S, origin=origin)
+                self.start(
+                    residency,
+                    chosen[which],
+                    offset[which],
+                    length[which],
+                    0,
+                    now,
+                    now + _WHENEVER_S,
+                    origin=origin,
+                )
             if fit < k or not every(placed):
                 if self._admission.expected:  # a guess may hold more room than needed
                     return
@@ -222,10 +231,10 @@ class Inflight:
             return frozenset()
         fetches = self._inflight.items()
         own = ((n, f) for n, f in fetches if f.residency is residency and f.origin >= SOURCE)
-        found = {n: f for n, f in own if not some(residency.pins[f.ids] > 0)}
-        for fetch in found.values():
+        orphans = {n: f for n, f in own if not some(residency.pins[f.ids] > 0)}
+        for fetch in orphans.values():
             fetch.cancelled = True
-        return frozenset(found)
+        return frozenset(orphans)
 
     def from_disk(self, residency: Residency) -> bool:
         """Return whether objects of a dataset are being read from disk."""

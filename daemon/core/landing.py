@@ -81,10 +81,10 @@ class Landing:
     def _count_answer(self, pending: InflightFetch, good: Mask, nbytes: Ints) -> None:
         """Count the objects that disk or peer had, and those that it lacked."""
         residency = pending.residency
-        who = "disk" if pending.origin == DISK else "peer"
-        residency.counts[f"{who}_reads"] += int(np.count_nonzero(good))
-        residency.counts[f"{who}_nbytes"] += int(nbytes[good].sum())
-        residency.counts[f"{who}_misses"] += int(np.count_nonzero(~good & ~pending.cancelled))
+        origin = "disk" if pending.origin == DISK else "peer"
+        residency.counts[f"{origin}_reads"] += int(np.count_nonzero(good))
+        residency.counts[f"{origin}_nbytes"] += int(nbytes[good].sum())
+        residency.counts[f"{origin}_misses"] += int(np.count_nonzero(~good & ~pending.cancelled))
         if pending.origin == DISK:
             self.prefetcher.stuck.clear()  # the room on disk of these objects may be reused now
             residency.disk.changed(len(pending.ids))
@@ -97,8 +97,16 @@ class Landing:
         if lacking.cancelled and lacking.origin != SOURCE:
             origins = residency.origins(lacking.ids, NO_EPOCH)
         for origin, of in origins:
-            room = lacking.ids[of], lacking.offset[of], lacking.length[of]
-            self.inflight.start(residency, *room, lacking.due, now, deadline, origin=origin)
+            self.inflight.start(
+                residency,
+                lacking.ids[of],
+                lacking.offset[of],
+                lacking.length[of],
+                lacking.due,
+                now,
+                deadline,
+                origin=origin,
+            )
 
     def _current(self, pending: InflightFetch, good: Mask, version: Ints, asked: Floats) -> Mask:
         """Return (k,) whether each object read is current; may outdate others of its file."""
@@ -178,10 +186,18 @@ class Landing:
         urgency = Urgency.STALLED if stalled else Urgency.AHEAD
         place = self.admission.place(residency, nbytes, pending.due, urgency)
         placed = place != NOWHERE
-        room = ids[placed], place[placed], nbytes[placed]
         since = pending.generation if pending.origin == SOURCE else 0
-        when = pending.due, now, pending.deadline
-        self.inflight.start(residency, *room, *when, origin=HELD, generation=since)
+        self.inflight.start(
+            residency,
+            ids[placed],
+            place[placed],
+            nbytes[placed],
+            pending.due,
+            now,
+            pending.deadline,
+            origin=HELD,
+            generation=since,
+        )
 
     def give_up(self, s: RankStream, blocked: int, before: float) -> None:
         """Stop waiting for the object `blocked`, if it was requested before time `before`."""

@@ -137,14 +137,14 @@ class Prefetcher:
         while checked < limit and blocked is None:
             ids = s.stream.objects(checked, min(checked + positions, limit))
             positions = min(2 * positions, SCANNED_AT_ONCE)
-            found = s.residency.state[ids]
-            coming = self._awaited(s, ids.astype(np.intp), found)
+            states = s.residency.state[ids]
+            coming = self._awaited(s, ids.astype(np.intp), states)
             first = int(coming.argmax())
             if coming[first]:
                 blocked = int(ids[first])
-                found = found[:first]
-            failed += int(np.count_nonzero(found == FAILED))
-            checked += len(found)
+                states = states[:first]
+            failed += int(np.count_nonzero(states == FAILED))
+            checked += len(states)
         cursors.settled(checked, s.stream.step_at(checked), failed, blocked)
         if blocked is not None:
             self._still_blocked(s, blocked)  # may request a check of the object's version
@@ -296,8 +296,16 @@ class Prefetcher:
         )
         length = residency.length[ids]
         for origin, which in residency.origins(ids, epoch):
-            room = ids[which], offset[which], length[which]
-            self._inflight.start(residency, *room, due, now, deadline, origin=origin)
+            self._inflight.start(
+                residency,
+                ids[which],
+                offset[which],
+                length[which],
+                due,
+                now,
+                deadline,
+                origin=origin,
+            )
         return min(k, settled)
 
     def _not_awaited(

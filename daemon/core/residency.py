@@ -103,22 +103,31 @@ class Residency:
         n, lengths = len(added.offset), added.lengths
         self.versions = added.versions
         self.first_readers: FirstReaders | None = None
+        #: The dataset's key.
         self.name = added.dataset
         self.offset = added.offset
         self.emit = emit
         #: Objects (ascending) that this event publishes, and their places; not in `offset` yet.
         self.fresh: list[tuple[Index, Ints]] = []
         self.length = added.length
+        #: The allocator of the arena.
         self.space = space
+        #: The copies of its objects on disk.
         self.disk = DiskCopies(self, tier)
+        #: (n,) what is known of each object.
         self.state = np.zeros(n, np.uint8)
+        #: (n,) how many readers hold each object.
         self.pins = np.zeros(n, np.int32)
+        #: Where its objects lie in the arena.
         self.pool: ObjectPool = space.pool(lengths, page)
         self.policy: EvictionPolicy = NoEviction(self.state, self.pins, [])
+        #: How long its source takes to answer.
         self.latency = Latency()
+        #: Objects and bytes that the source delivers in a second.
         self.source_rate = SourceRate()
         self.served: dict[int, Index] = {}
         self.heads: dict[Residency, float] = {}
+        #: What has left lately, of which copies may be in use.
         self.departed = Departed(self.pool)
         self.warming = -1
         self.sessions = 0
@@ -126,10 +135,14 @@ class Residency:
         self.listed = _listed(added.length, lengths)
         self._known = lengths.known
         self._known_nbytes = lengths.nbytes
+        #: Counters since the start, by name.
         self.counts = dict.fromkeys((*COUNTED, *_COUNTED), 0)
         why = ("due_later", "other_dataset", "dropped", "stalled", "changed", "on_disk", "returned")
+        #: Objects that left, by reason.
         self.evicted = dict.fromkeys(why, 0)
+        #: How many objects are in memory.
         self.resident = 0
+        #: Their bytes.
         self.resident_nbytes = 0
 
     def __len__(self) -> int:
@@ -170,8 +183,8 @@ class Residency:
         """
         allowed = _BECOMES[to, self.state[ids]]
         if not every(allowed):
-            found = int(self.state[ids][~allowed][0])
-            raise IllegalEventError(f"an object in state {found} does not become {to}")
+            state = int(self.state[ids][~allowed][0])
+            raise IllegalEventError(f"an object in state {state} does not become {to}")
         self.state[ids] = to
 
     def pin(self, ids: Index, *, distinct: bool = False) -> None:
@@ -238,14 +251,14 @@ class Residency:
         else:
             good = (self.length[ids] < 0) | (self.length[ids] == nbytes)
             self.set_lengths(ids[good], nbytes[good])
-        self.disk.found(ids)
+        self.disk.enter(ids)
         self.disk.lost(ids[~good])
 
     def residents_of(self, files: NDArray[np.int32]) -> Index:
         """Return (k,) resident objects of these files."""
         bounds = map(self.versions.objects, files.tolist())
-        found = [a + np.flatnonzero(self.state[a:b] == RESIDENT) for a, b in bounds]
-        return np.concatenate([np.empty(0, np.intp), *found])
+        residents = [a + np.flatnonzero(self.state[a:b] == RESIDENT) for a, b in bounds]
+        return np.concatenate([np.empty(0, np.intp), *residents])
 
     def give_back(self, ids: Index, place: Ints) -> int:
         """Free these places; return the bytes of their rooms."""

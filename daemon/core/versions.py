@@ -96,8 +96,8 @@ class Versions:
         files = self.files(ids)
         fresh = self._reached(self.seen, files, since, since_remote)
         fresh |= self._reached(self.asked, files, since, since_remote)
-        found = files if not np.count_nonzero(fresh) else files[~fresh]
-        return unique(found).astype(np.int32)
+        unasked = files if not np.count_nonzero(fresh) else files[~fresh]
+        return unique(unasked).astype(np.int32)
 
     def _reached(
         self, column: NDArray[np.int32], files: Index, since: int, since_remote: int
@@ -139,14 +139,14 @@ class Versions:
         old = self.version[files]
         other = differ(old, version) | (version == CHANGING)
         late = other & (self.seen[files] > generation)
-        good, found, begun = files, version, asked
+        good, versions, begun = files, version, asked
         if np.count_nonzero(late):
-            good, found, begun = files[~late], version[~late], asked[~late]
+            good, versions, begun = files[~late], version[~late], asked[~late]
         if np.count_nonzero(other) and self._bounds is not None:
             self._date(good, np.ones(len(good), np.bool_), begun)
-            return late, self._replaced(good, found, generation)
-        self._date(good, self.version[good] != found, begun)
-        self.version[good] = found
+            return late, self._replaced(good, versions, generation)
+        self._date(good, self.version[good] != versions, begun)
+        self.version[good] = versions
         self.seen[good] = np.maximum(self.seen[good], generation)
         return late, np.empty(0, np.int32)
 

@@ -54,13 +54,13 @@ class Heartbeats:
         """Send this beat from now on; `now`: to all nodes at once."""
         self._call(self._say, cluster, beat, now)
 
-    def watch(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
+    def watch(self, node: int, peer: Member, credentials: Credentials, every_s: float) -> None:
         """Watch a node of the cluster, in place of an earlier one with the same number."""
-        self._call(self._watch, node, peer, who, every_s)
+        self._call(self._watch, node, peer, credentials, every_s)
 
-    def forget(self, cluster: str) -> None:
+    def remove(self, cluster: str) -> None:
         """Stop watching the nodes of a cluster."""
-        self._call(self._forget, cluster)
+        self._call(self._remove, cluster)
 
     def close(self) -> None:
         """End all connections; no callback runs afterwards."""
@@ -93,32 +93,34 @@ class Heartbeats:
             self._wake[cluster].set()
             self._wake[cluster] = asyncio.Event()
 
-    def _watch(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
-        self._wake.setdefault(who.cluster, asyncio.Event())
-        before = self._tasks.get((who.cluster, node))
+    def _watch(self, node: int, peer: Member, credentials: Credentials, every_s: float) -> None:
+        self._wake.setdefault(credentials.cluster, asyncio.Event())
+        before = self._tasks.get((credentials.cluster, node))
         if before is not None:
             before.cancel()
-        task = self._loop.create_task(self._watching(node, peer, who, every_s))
-        self._tasks[who.cluster, node] = task
+        task = self._loop.create_task(self._watching(node, peer, credentials, every_s))
+        self._tasks[credentials.cluster, node] = task
 
-    def _forget(self, cluster: str) -> None:
+    def _remove(self, cluster: str) -> None:
         for key in [key for key in self._tasks if key[0] == cluster]:
             self._tasks.pop(key).cancel()
         self._beats.pop(cluster, None)
         self._wake.pop(cluster, None)
 
-    async def _watching(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
-        while self._wanted(node, who.cluster):
+    async def _watching(
+        self, node: int, peer: Member, credentials: Credentials, every_s: float
+    ) -> None:
+        while self._wanted(node, credentials.cluster):
             streams = None
             try:
                 connecting = asyncio.open_connection(peer.host, peer.port)
                 streams = await asyncio.wait_for(connecting, _LATE_BEATS * every_s)
                 session = await asyncio.wait_for(
-                    _shake_hands(streams, peer, who), _LATE_BEATS * every_s
+                    _shake_hands(streams, peer, credentials), _LATE_BEATS * every_s
                 )
-                await self._ask(streams, session, node, who.cluster, every_s)
+                await self._ask(streams, session, node, credentials.cluster, every_s)
             except ConnectionRefusedError:
-                self._refused(who.cluster, node)
+                self._refused(credentials.cluster, node)
             except (OSError, EOFError, ProtocolError, asyncio.TimeoutError) as e:
                 log.debug("node %s does not answer: %s", peer.node, repr(e))
             except Exception:  # a bug of ours: the node counts as silent
@@ -144,15 +146,17 @@ class Heartbeats:
                 await asyncio.wait_for(wake.wait(), every_s)
 
 
-async def _shake_hands(streams: Streams, peer: Member, who: Credentials) -> wire.PeerSession:
+async def _shake_hands(
+    streams: Streams, peer: Member, credentials: Credentials
+) -> wire.PeerSession:
     reader, writer = streams
     nonce = secrets.token_bytes(wire.NONCE_NBYTES)
-    greeting = wire.Greeting(wire.PEER_PROTOCOL, who.cluster, who.name, nonce)
+    greeting = wire.Greeting(wire.PEER_PROTOCOL, credentials.cluster, credentials.name, nonce)
     writer.write(wire.pack(greeting))
     challenge = await _message(reader, wire.Challenge)
     if challenge.name != peer.node:
         raise MalformedError(f"this is node {challenge.name!r}, not {peer.node!r}")
-    session = wire.PeerSession(who.key, greeting, challenge)
+    session = wire.PeerSession(credentials.key, greeting, challenge)
     writer.write(wire.pack(session.proof("client")))
     if not session.proves("server", await _message(reader, wire.Proof)):
         raise MalformedError(f"node {peer.node!r} has another key")
@@ -163,5 +167,5 @@ async def _message(
     reader: asyncio.StreamReader, kind: type[Message], seal: wire.Seal | None = None
 ) -> Any:
     header = await reader.readexactly(wire.HEADER.size)
-    rest = await reader.readexactly(wire.following(header, kind))
-    return wire.unpack(header, rest, kind, seal)[0]
+    body = await reader.readexactly(wire.following(header, kind))
+    return wire.unpack(header, body, kind, seal)[0]

@@ -68,10 +68,11 @@ class PeerLink:
 
     def _shake_hands(self, peer: str, credentials: Credentials, until: float) -> None:
         nonce = secrets.token_bytes(wire.NONCE_NBYTES)
-        who = credentials.cluster, credentials.name
         agreement = sealing.KeyAgreement() if credentials.encrypt else None
         public = agreement.public if agreement is not None else b""
-        greeting = wire.Greeting(wire.PEER_PROTOCOL, *who, nonce, public)
+        greeting = wire.Greeting(
+            wire.PEER_PROTOCOL, credentials.cluster, credentials.name, nonce, public
+        )
         self.socket.sendall(wire.pack(greeting))
         challenge, _ = self._message(wire.Challenge, until)
         if challenge.name != peer:
@@ -206,12 +207,12 @@ class PeerLink:
 
 
 def ask_plan(
-    address: tuple[str, int], peer: str, who: Credentials, dataset: str, seed: int
+    address: tuple[str, int], peer: str, credentials: Credentials, dataset: str, seed: int
 ) -> SharedPlan | None:
     """Ask a peer for the plan of the epoch of this order; return None if it gives none."""
     link = None
     try:
-        link = PeerLink(address, peer, who)
+        link = PeerLink(address, peer, credentials)
         link.ask_plan(1, dataset, seed)
         return link.plan(time.monotonic() + _PLAN_S)
     except (OSError, ProtocolError) as e:

@@ -36,10 +36,10 @@ def payload(arena: Arena, place: Ints, nbytes: Ints) -> tuple[Ints, list[memoryv
 
 def _in_runs(arena: Arena, place: Ints, nbytes: Ints) -> list[memoryview]:
     """Return the bytes of objects, some in several runs; `nbytes` of unreadable ones: NOT_HERE."""
-    found: list[memoryview] = []
+    views: list[memoryview] = []
     for i, (at, size) in enumerate(zip(place.tolist(), nbytes.tolist(), strict=True)):
         pieces = pieces_of(arena.view, at, size)
         if pieces is None and size >= 0:
             nbytes[i] = NOT_HERE
-        found += [piece for piece in pieces or () if len(piece)]
-    return found
+        views += [piece for piece in pieces or () if len(piece)]
+    return views

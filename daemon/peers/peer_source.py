@@ -101,9 +101,9 @@ class PeerSource:
         """
         read, wanted = Read.failed(len(ids)), length.tolist()
 
-        def take(link: PeerLink, where: Index, found: Read) -> None:
+        def take(link: PeerLink, where: Index, part: Read) -> None:
             into: list[memoryview] = []
-            for i, size in zip(where.tolist(), found.nbytes.tolist(), strict=True):
+            for i, size in zip(where.tolist(), part.nbytes.tolist(), strict=True):
                 if size == wanted[i]:
                     if size:
                         into += parts[i]
@@ -112,7 +112,7 @@ class PeerSource:
                     into = []
                     link.drain(size)
             link.fill(into)
-            read.enter(where, found)
+            read.enter(where, part)
 
         self._read(ids, length, take)
         return read
@@ -121,8 +121,8 @@ class PeerSource:
         """Return each object, of unknown length; None for objects that failed."""
         whole: list[WholeObject | None] = [None] * len(ids)
 
-        def take(link: PeerLink, where: Index, found: Read) -> None:
-            columns = (column.tolist() for column in found)
+        def take(link: PeerLink, where: Index, part: Read) -> None:
+            columns = (column.tolist() for column in part)
             for i, size, version, asked in zip(where.tolist(), *columns, strict=True):
                 if size >= 0:
                     whole[i] = WholeObject(link.whole(size), version, asked)

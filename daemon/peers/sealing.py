@@ -74,11 +74,11 @@ class Sealer:
 
     def record(self, buffers: list[memoryview]) -> tuple[memoryview, list[memoryview]]:
         """Return a record of the first bytes of the buffers, and the remaining buffers."""
-        first, rest = cut(buffers, RECORD_NBYTES)
+        first, remaining = cut(buffers, RECORD_NBYTES)
         plain = first[0] if len(first) == 1 else b"".join(first)
         header = HEADER.pack(len(plain))
         sealed = self._cipher.encrypt(_NONCE.pack(next(self._numbers)), plain, header)
-        return memoryview(header + sealed), rest
+        return memoryview(header + sealed), remaining
 
 
 class Opener:

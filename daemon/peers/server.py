@@ -89,33 +89,44 @@ class PeerServer:
         encrypt: bool,
     ) -> None:
         self.nbytes = 0  # payload sent
+        #: Bytes by what they were for.
         self.traffic = Traffic()
         self._name = name
         self._arena = arena
         self._post = post
         self._on_beat = on_beat
         self._encrypt = encrypt
+        #: What this node says of itself, by cluster.
         self._beats: dict[str, wire.PeerBeat] = {}
+        #: By cluster.
         self._keys: dict[str, bytes] = {}
         self._names: dict[str, str] = {}  # of this node, by cluster
+        #: Of the last request.
         self._number = 0
         self._requests: dict[int, Request] = {}  # not served yet
         #: By descriptor; only the server's thread writes it, others may only look at it.
         self.connections: dict[int, PeerConnection] = {}
         self._unauthenticated: dict[int, PeerConnection] = {}  # oldest first
         self.accounts: dict[tuple[str, str], Account] = {}  # by cluster and name; as `connections`
+        #: Connections with something to send and room for it.
         self._sendable: set[PeerConnection] = set()
         self._orders: deque[Callable[[], None]] = deque()  # calls from the loop thread
+        #: When dead connections were last closed.
         self._swept = time.monotonic()
+        #: Whether the thread is to end.
         self._closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=1024)
         listening.setblocking(False)
         self.address: tuple[str, int] = listening.getsockname()[:2]
+        #: What the thread waits for.
         self._epoll = select.epoll()
+        #: Accepts connections, while there are few enough.
         self._listener = Listener(listening, self._epoll)
+        #: Wakes the thread for `_orders`.
         self._wake = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._epoll.register(self._wake.fd, select.EPOLLIN)
+        #: The server's, which owns all connections.
         self._thread = threading.Thread(target=self._run, name="creel-peers", daemon=True)
         self._thread.start()
 

@@ -226,11 +226,11 @@ class Seal:
         self._key = key
         self._count = 0
 
-    def mac(self, body_nbytes: int, rest: bytes) -> bytes:
-        """Return the MAC of the next frame; `rest` are its body and its arrays."""
+    def mac(self, body_nbytes: int, payload: bytes) -> bytes:
+        """Return the MAC of the next frame; `payload` are its body and its arrays."""
         self._count += 1
-        counted = _COUNTED.pack(self._count, body_nbytes, len(rest))
-        return blake2b(counted + rest, key=self._key, digest_size=_MAC_NBYTES).digest()
+        counted = _COUNTED.pack(self._count, body_nbytes, len(payload))
+        return blake2b(counted + payload, key=self._key, digest_size=_MAC_NBYTES).digest()
 
 
 # --- frames -----------------------------------------------------------------------------------
@@ -239,9 +239,9 @@ class Seal:
 def pack(message: Message, arrays: Sequence[NDArray[Any]] = (), seal: Seal | None = None) -> bytes:
     """Return the frame of a message; `seal` is None in the handshake."""
     body = encode(message)
-    rest = b"".join([body, *(array.tobytes() for array in arrays)])
-    mac = seal.mac(len(body), rest) if seal else bytes(_MAC_NBYTES)
-    return HEADER.pack(len(body), len(rest) - len(body), mac) + rest
+    payload = b"".join([body, *(array.tobytes() for array in arrays)])
+    mac = seal.mac(len(body), payload) if seal else bytes(_MAC_NBYTES)
+    return HEADER.pack(len(body), len(payload) - len(body), mac) + payload
 
 
 def following(header: bytes | bytearray, kind: Kind) -> int:
@@ -258,7 +258,7 @@ def following(header: bytes | bytearray, kind: Kind) -> int:
 
 
 def unpack(
-    header: bytes | bytearray, rest: bytes, kind: Kind, seal: Seal | None = None
+    header: bytes | bytearray, payload: bytes, kind: Kind, seal: Seal | None = None
 ) -> tuple[Any, bytes]:
     """Return the message of a frame, and the bytes of its arrays.
 
@@ -266,10 +266,10 @@ def unpack(
         MalformedError: for any invalid bytes or a wrong MAC; nothing else is ever raised.
     """
     body_nbytes, _, mac = HEADER.unpack(header)
-    if seal is not None and not hmac.compare_digest(mac, seal.mac(body_nbytes, rest)):
+    if seal is not None and not hmac.compare_digest(mac, seal.mac(body_nbytes, payload)):
         raise MalformedError("a frame has a wrong MAC")
     try:
-        return _decoders[kind].decode(rest[:body_nbytes]), rest[body_nbytes:]
+        return _decoders[kind].decode(payload[:body_nbytes]), payload[body_nbytes:]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise MalformedError(str(e)) from e
 

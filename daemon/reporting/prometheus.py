@@ -65,7 +65,7 @@ class _Collector:
         yield from _families("tier", ["tier"], tiers)
         # The dataset's key labels the source: a root may contain a bucket's name, and the number of
         # roots is unbounded.
-        sources = [([one["dataset"][:12]], one) for one in answer["sources"]]
+        sources = [([source["dataset"][:12]], source) for source in answer["sources"]]
         yield from _families("source", ["source"], sources)
         yield from _families("node", [], [([], {"errors": _errors(answer)})])
         yield from _families("rank", ["job", "rank"], _ranks(answer))
@@ -87,25 +87,27 @@ def _build_info(answer: dict[str, Any]) -> Metric:
 
 
 def _families(
-    of: str, who: list[str], rows: list[tuple[list[str], dict[str, Any]]]
+    of: str, labels: list[str], rows: list[tuple[list[str], dict[str, Any]]]
 ) -> Iterator[Metric]:
     """Yield one family for each counter of `of`; `rows`: values of the labels, and counts."""
     from prometheus_client import core
 
-    for one in COUNTERS:
-        if one.of == of:
-            kind = getattr(core, f"{one.kind.capitalize()}MetricFamily")
-            family = kind(one.metric, one.help, labels=[*who, *filter(None, [one.label])])
+    for counter in COUNTERS:
+        if counter.of == of:
+            kind = getattr(core, f"{counter.kind.capitalize()}MetricFamily")
+            family = kind(
+                counter.metric, counter.help, labels=[*labels, *filter(None, [counter.label])]
+            )
             for label, counts in rows:
-                if one.key in counts:
-                    _add_metric(family, one, label, counts[one.key])
+                if counter.key in counts:
+                    _add_metric(family, counter, label, counts[counter.key])
             yield family
 
 
-def _add_metric(family: Any, one: Counter, label: list[str], count: Any) -> None:
-    if one.kind == "histogram":
+def _add_metric(family: Any, counter: Counter, label: list[str], count: Any) -> None:
+    if counter.kind == "histogram":
         family.add_metric(label, *_buckets(count))
-    elif one.label:
+    elif counter.label:
         for member, value in count.items():
             family.add_metric([*label, member], value)
     else:
@@ -131,10 +133,12 @@ def _buckets(seconds: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
 
 def _ranks(answer: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
     """Return the counters of each rank, with the steps its sessions have ready: sum, least lead."""
-    found = {(one["job"], one["rank"]): dict(one) for one in answer["ranks"]}
-    for one in answer["sessions"]:
-        rank = found.get((one["job"], one["rank"]))
+    ranks = {(rank["job"], rank["rank"]): dict(rank) for rank in answer["ranks"]}
+    for session in answer["sessions"]:
+        rank = ranks.get((session["job"], session["rank"]))
         if rank is not None:
-            rank["ahead"] = rank.get("ahead", 0) + one["ahead"]
-            rank["lead_now_s"] = min(rank.get("lead_now_s", one["lead_now_s"]), one["lead_now_s"])
-    return [([job, str(rank)], counts) for (job, rank), counts in found.items()]
+            rank["ahead"] = rank.get("ahead", 0) + session["ahead"]
+            rank["lead_now_s"] = min(
+                rank.get("lead_now_s", session["lead_now_s"]), session["lead_now_s"]
+            )
+    return [([job, str(rank)], counts) for (job, rank), counts in ranks.items()]

@@ -11,7 +11,7 @@ from creel.counters import GAUGES, OF_RANKS
 #: Numbers of tiers that say what is now, and of sources the bounds of times: no counters.
 _OF_TIERS = frozenset({"used_nbytes", "budget_nbytes", "samples"})
 _OF_SOURCES = frozenset({"le"})
-_OF_RANKS = frozenset(one.key for one in OF_RANKS if not GAUGES & set(one.words))
+_OF_RANKS = frozenset(counter.key for counter in OF_RANKS if not GAUGES & set(counter.words))
 
 Answer = Mapping[str, Any]
 
@@ -25,39 +25,39 @@ class Runs:
 
     def __init__(self) -> None:
         self.began = 0.0  # monotonic seconds; 0: there was none
-        self._who: set[str | int] = set()
+        self._openers: set[str | int] = set()
         self._before: Answer = {}
 
     def opened(
-        self, who: str | int, now: float, count: Callable[[], Answer], *, alone: bool
+        self, opener: str | int, now: float, count: Callable[[], Answer], *, alone: bool
     ) -> None:
         """Note a session that was opened.
 
         Args:
-            who: the job's name, or the process.
+            opener: the job's name, or the process.
             count: returns the answer of `stats`.
             alone: whether no other session was open.
         """
-        if alone and who not in self._who:
-            self._who, self.began, self._before = set(), now, count()
-        self._who.add(who)
+        if alone and opener not in self._openers:
+            self._openers, self.began, self._before = set(), now, count()
+        self._openers.add(opener)
 
     def since(self, answer: Answer, now: float) -> dict[str, Any]:
         """Return an answer of `stats` with the counters of this run, and `run_s`, its age."""
         before = self._before
-        told = dict(answer) | {
+        totals = dict(answer) | {
             "tiers": _difference(answer["tiers"], before.get("tiers", {}), _OF_TIERS),
             "run_s": now - self.began if self.began else 0.0,
         }
-        told["sources"] = [
+        totals["sources"] = [
             _difference(row, was, _OF_SOURCES)
             for row, was in _changed(answer["sources"], before.get("sources", ()), ("dataset",))
         ]
-        told["ranks"] = [
+        totals["ranks"] = [
             _difference(row, was, row.keys() - _OF_RANKS)
             for row, was in _changed(answer["ranks"], before.get("ranks", ()), ("job", "rank"))
         ]
-        return told
+        return totals
 
 
 def _changed(

@@ -39,7 +39,7 @@ class Cluster:
         self.joined[me] = own
         self.origins = origins
         self.me = me
-        limits = SilenceLimits.among(len(origins))
+        limits = SilenceLimits.of_nodes(len(origins))
         self.silence = Silence(self.me, len(origins), now, limits)
         self._began = now
         self._ranks = joined.ranks
@@ -76,17 +76,17 @@ class Cluster:
         return int(self.silence.reachable(now).argmax())
 
     def _capacity(self) -> Ints:
-        return np.array([max(one.arena_nbytes, 1) for one in self.joined])
+        return np.array([max(member.arena_nbytes, 1) for member in self.joined])
 
     def _disks(self) -> Ints:
-        sizes = [(one.disk_nbytes, one.disk_unit) for one in self.joined]
+        sizes = [(member.disk_nbytes, member.disk_unit) for member in self.joined]
         return np.clip(np.array(sizes, np.int64), [0, 1], [1 << 56, 1 << 20])
 
     def complete(self, now: float) -> bool:
         """Return whether plans know the memory of each node that comes; late ones are given up."""
-        return now - self._began >= GIVE_UP_S or all(one.arena_nbytes for one in self.joined)
+        return now - self._began >= GIVE_UP_S or all(member.arena_nbytes for member in self.joined)
 
-    def found(self, node: int, member: Member) -> None:
+    def first_answer(self, node: int, member: Member) -> None:
         """Enter a node of a list that has answered for the first time."""
         listed = self.joined[node]
         where = {"node": listed.node, "host": listed.host, "port": listed.port}
@@ -126,6 +126,6 @@ def _names(members: list[Member]) -> tuple[str, ...]:
     >>> _names([Member("a", "h", 1, 9), Member("b", "i", 1, 9), Member("c", "h", 2, 9)])
     ('h', 'i', 'h 1')
     """
-    hosts = [one.host for one in members]
+    hosts = [member.host for member in members]
     before = [hosts[:i].count(host) for i, host in enumerate(hosts)]
     return tuple(f"{h} {n}" if n else h for h, n in zip(hosts, before, strict=True))

@@ -123,8 +123,7 @@ class ClusterService:
     def _member(self, name: str) -> Member:
         """Return this node under its name in a cluster."""
         assert self._server is not None  # noqa: S101  peers need an address to ask
-        own = *self._server.address, self._arena.nbytes, self._born
-        return Member(name, *own, *self._disk)
+        return Member(name, *self._server.address, self._arena.nbytes, self._born, *self._disk)
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes to and from peers by purpose; empty if this node serves no peers."""
@@ -165,7 +164,7 @@ class ClusterService:
         return known.complete(time.monotonic())
 
     def _check(self, request: Join) -> None:
-        nodes = [one.node for one in request.members]
+        nodes = [member.node for member in request.members]
         if len(request.key) != KEY_NBYTES or not 2 <= len(nodes) <= _MAX_MEMBERS:
             raise MalformedError("a key of a wrong size, or too few or too many nodes")
         if len(set(nodes)) != len(nodes) or not 0 < len(request.ranks) <= _MAX_RANKS:
@@ -179,12 +178,12 @@ class ClusterService:
 
     def _enter(self, request: Join) -> Cluster:
         assert self._server is not None  # noqa: S101  `_check` makes sure
-        nodes = [one.node for one in request.members]
+        nodes = [member.node for member in request.members]
         me = request.me if request.me >= 0 else nodes.index(self.node)
-        who = Credentials(nodes[me], request.cluster, request.key, self._encrypt)
+        credentials = Credentials(nodes[me], request.cluster, request.key, self._encrypt)
         origins = [
-            SOURCE if node == me else self._new_origin(one, who)
-            for node, one in enumerate(request.members)
+            SOURCE if node == me else self._new_origin(member, credentials)
+            for node, member in enumerate(request.members)
         ]
         own = self._member(nodes[me])
         cluster = Cluster(request, me, own, origins, time.monotonic())
@@ -196,16 +195,16 @@ class ClusterService:
             on_beat = self._on_loop(partial(self._on_beat, answer=True))
             self._beats = Heartbeats(on_beat, self._on_loop(self._refused))
         self._update_beats(cluster, now=False)
-        for node, one in enumerate(request.members):
+        for node, member in enumerate(request.members):
             if node != cluster.me:
-                self._beats.watch(node, one, who, cluster.silence.limits.beat_s)
+                self._beats.watch(node, member, credentials, cluster.silence.limits.beat_s)
         log.info("joined %d nodes", len(request.members))
         return cluster
 
-    def _new_origin(self, peer: Member, who: Credentials) -> int:
+    def _new_origin(self, peer: Member, credentials: Credentials) -> int:
         """Give a peer the lowest free number and return it."""
         number = next(n for n in count() if n not in self._peers)
-        self._peers[number] = peer, who
+        self._peers[number] = peer, credentials
         return number
 
     def client_left(self, token: str) -> None:
@@ -221,7 +220,7 @@ class ClusterService:
         if self._server is not None:
             self._server.expel(cluster.name)
         if self._beats is not None:
-            self._beats.forget(cluster.name)
+            self._beats.remove(cluster.name)
         self._handle(ClusterChanged(cluster.name, None))
         for number in cluster.origins:
             if number != SOURCE:
@@ -292,8 +291,12 @@ class ClusterService:
         """Update the beats that this node sends; `now`: send them at once."""
         assert self._server is not None  # noqa: S101
         assert self._beats is not None  # noqa: S101
-        what = cluster.joined[cluster.me], cluster.plans, tuple(sorted(cluster.view.by_hash))
-        beat = wire.PeerBeat(cluster.me, *what)
+        beat = wire.PeerBeat(
+            cluster.me,
+            cluster.joined[cluster.me],
+            cluster.plans,
+            tuple(sorted(cluster.view.by_hash)),
+        )
         self._server.say(cluster.name, beat)
         self._beats.say(beat, cluster.name, now=now)
 
@@ -330,26 +333,26 @@ class ClusterService:
         if node == cluster.me or member.born <= before.born:
             return
         if not before.arena_nbytes and member.node == before.node:
-            cluster.found(node, member)  # its first answer, at the address in the list
+            cluster.first_answer(node, member)  # its first answer, at the address in the list
             self._handle(ClusterChanged(cluster.name, cluster.view))
             return
         mine = cluster.joined[cluster.me].node
-        who = Credentials(mine, cluster.name, cluster.key, self._encrypt)
+        credentials = Credentials(mine, cluster.name, cluster.key, self._encrypt)
         number, now = cluster.origins[node], time.monotonic()
-        cluster.replaced(node, member, self._new_origin(member, who), now)
+        cluster.replaced(node, member, self._new_origin(member, credentials), now)
         self._update_view(cluster, now)
         self._unreachable(number)
         del self._peers[number]
         if self._beats is not None:
-            self._beats.watch(node, member, who, cluster.silence.limits.beat_s)
+            self._beats.watch(node, member, credentials, cluster.silence.limits.beat_s)
         log.info("node %s has another daemon", member.host)
 
     # --- asking -------------------------------------------------------------------------------
 
     def source(self, origin: int, dataset: str) -> PeerSource:
         """Return a reader of a dataset's objects from a peer."""
-        member, who = self._peers[origin]
-        return PeerSource((member.host, member.port), member.node, dataset, who)
+        member, credentials = self._peers[origin]
+        return PeerSource((member.host, member.port), member.node, dataset, credentials)
 
     def ask_plan(self, action: AskPlan) -> None:
         """Ask a peer for its plan, in a thread; the core gets `PlanShared`."""
@@ -357,9 +360,19 @@ class ClusterService:
         def answered(plan: SharedPlan | None) -> None:
             self._handle(PlanShared(action.dataset, action.seed, plan))
 
-        def ask(member: Member, who: Credentials) -> None:
-            where = (member.host, member.port), member.node, who
-            self._call_soon(partial(answered, ask_plan(*where, action.dataset, action.seed)))
+        def ask(member: Member, credentials: Credentials) -> None:
+            self._call_soon(
+                partial(
+                    answered,
+                    ask_plan(
+                        (member.host, member.port),
+                        member.node,
+                        credentials,
+                        action.dataset,
+                        action.seed,
+                    ),
+                )
+            )
 
         try:
             peer = self._peers[action.origin]

@@ -18,7 +18,7 @@ from creel.cache.storage.source import Source
 from creel.cache.storage.stores.access import check_grants
 from creel.config import Config
 from creel.daemon.core import events
-from creel.daemon.core.restart.kept import KeptObjects, Restored
+from creel.daemon.core.restart.objects import RestartObjects, Restored
 from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.core_shell import CoreShell, Loop
 from creel.daemon.service.memory.quota import Quota
@@ -58,7 +58,7 @@ class Datasets:
         self._arena_nbytes = arena_nbytes
         self._registry, self._shell, self._loop = registry, shell, loop
         self._disk, self._fetcher, self._config = disk, fetcher, config
-        self.quota = Quota(arena_nbytes, registry, shell.core, self._forget)
+        self.quota = Quota(arena_nbytes, registry, shell.core, self._remove)
         self._background = BackgroundThread("creel-register")
 
     def expect(self) -> None:
@@ -156,14 +156,14 @@ class Datasets:
         dataset.begins_with = tuple(head.key for head in heads)
         return dataset
 
-    def restore(self, manifest: bytes, key: str, objects: KeptObjects) -> None:
+    def restore(self, manifest: bytes, key: str, objects: RestartObjects) -> None:
         """Register a dataset of the last daemon with its residents.
 
         Clients' datasets are prepared in the same thread after it, so that nothing moves before.
         """
         self._background.put(partial(self._restore, manifest, key, objects))
 
-    def _restore(self, data: bytes, key: str, objects: KeptObjects) -> None:
+    def _restore(self, data: bytes, key: str, objects: RestartObjects) -> None:
         """Prepare it, in the background thread."""
         dataset = None
         try:
@@ -193,22 +193,31 @@ class Datasets:
         if known is None:
             try:
                 self._shell.check_serving()
-                self.forget_idle(room=1)
+                self.remove_idle(room=1)
                 self._registry.check_room()
             except UnavailableError as e:
                 self._close(dataset)
                 return Refused(str(e))
             table, lengths = dataset.table, dataset.manifest.summed
             head = dataset.begins_with[0] if dataset.begins_with else ""
-            columns = table.offset.view(), table.length, lengths, dataset.versions
-            if not self._shell.handle(events.DatasetAdded(dataset.key, *columns, head, page)):
+            if not self._shell.handle(
+                events.DatasetAdded(
+                    dataset.key,
+                    table.offset.view(),
+                    table.length,
+                    lengths,
+                    dataset.versions,
+                    head,
+                    page,
+                )
+            ):
                 self._close(dataset)
                 return Refused("this daemon has no memory for another dataset")
             self._registry.add(dataset)
             self._fetcher.add(dataset.key, dataset.source)
-            found = self._disk.found(dataset.key)
-            if found is not None:
-                self._shell.handle(found)
+            on_disk = self._disk.stored_before(dataset.key)
+            if on_disk is not None:
+                self._shell.handle(on_disk)
         elif known is not dataset:  # two clients registered the same dataset at once
             dataset.close()
             dataset = known
@@ -251,7 +260,7 @@ class Datasets:
                     old.drained = not self._shell.core.busy(old.key)
                     self._shell.handle(events.DatasetGrew(dataset.key, old.key))
 
-    def forget_idle(self, *, room: int = 0) -> None:
+    def remove_idle(self, *, room: int = 0) -> None:
         """Forget idle datasets beyond the time and number in the settings.
 
         Args:
@@ -266,15 +275,15 @@ class Datasets:
             room=room,
         )
         for dataset in expired:
-            self._forget(dataset)
+            self._remove(dataset)
 
-    def _forget(self, dataset: DatasetRecord) -> None:
+    def _remove(self, dataset: DatasetRecord) -> None:
         """Forget an idle dataset and free its memory, unless it has fetches in flight."""
         if not self._shell.core.busy(dataset.key):
             self._shell.handle(events.Unregistered(dataset.key))
             self._fetcher.remove(dataset.key)
             self._disk.detach(dataset.key, dataset.table.length)
-            self._registry.forget(dataset)
+            self._registry.remove_dataset(dataset)
 
     def close(self) -> None:
         self._background.close()

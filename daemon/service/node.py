@@ -24,8 +24,8 @@ from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.cluster_service import ClusterService
 from creel.daemon.service.core_shell import CoreShell, Loop
 from creel.daemon.service.datasets import Datasets
-from creel.daemon.service.memory.kept_memory import KeptMemory, packed, write_index
 from creel.daemon.service.memory.memory_guard import MemoryGuard
+from creel.daemon.service.memory.restart_memory import RestartMemory, packed, write_index
 from creel.daemon.service.registry import Registry
 from creel.daemon.service.sessions import Sessions
 from creel.daemon.service.storage.disk import Disk, DiskSource
@@ -75,7 +75,7 @@ class Node:
         *,
         embedded: bool,
         returns: bool = False,
-        kept: KeptMemory | None = None,
+        kept: RestartMemory | None = None,
     ) -> None:
         memory = limits.memory()
         self.config = config
@@ -195,8 +195,9 @@ class Node:
 
     def welcome(self, token: str) -> tuple[Welcome, int]:
         """Return the greeting and the arena's descriptor."""
-        where = self.loop.request_address, self.arena.nbytes, os.getpid()
-        return Welcome(PROTOCOL, token, *where, self.returns), self.arena.fd
+        return Welcome(
+            PROTOCOL, token, self.loop.request_address, self.arena.nbytes, os.getpid(), self.returns
+        ), self.arena.fd
 
     def client_left(self, token: str) -> None:
         """Close the sessions of a client that has disconnected, and drop its claims."""

@@ -160,19 +160,19 @@ class SessionRecord:
     samples: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     sampled: int = 0
     hashed: blake2b = field(default_factory=hash_of)  # of these
-    among: SampleObjects | None = None  # the same, once all are known
+    object_of: SampleObjects | None = None  # the same, once all are known
     own_file: str = ""  # one that the dataset reads itself, past creel
     own_remedy: str = ""  # what would help
     rehearses: bool = False  # whether its job replays earlier data
 
-    def forget_samples(self) -> None:
+    def remove_samples(self) -> None:
         """Forget which object each sample is: others follow, or none."""
-        self.samples, self.sampled, self.among = np.empty(0, np.int32), 0, None
+        self.samples, self.sampled, self.object_of = np.empty(0, np.int32), 0, None
 
     def learn(self, first: int, samples: int, objects: NDArray[np.int32]) -> None:
         """Take the objects of the next of `samples` samples; does nothing if it leaves a gap.
 
-        `among` is never written to again, as plans may use it in other threads.
+        `object_of` is never written to again, as plans may use it in other threads.
         """
         if first == 0:
             self.samples, self.hashed = np.empty(samples, np.int32), hash_of()
@@ -182,17 +182,17 @@ class SessionRecord:
         self.hashed.update(objects.data)
         self.sampled = first + len(objects)
         if self.sampled == samples:
-            self.among = SampleObjects(self.samples, self.hashed)
+            self.object_of = SampleObjects(self.samples, self.hashed)
 
     def claimed(self) -> tuple[int, int]:
         """Return the steps that are done and wanted as the client says: any numbers."""
         return self.words[DONE], max(self.words[WANTED], self.asked)
 
-    def wait(self, who: bytes, call: int, step: int) -> bool:
+    def wait(self, client: bytes, call: int, step: int) -> bool:
         """Add a wait; return False if there are too many."""
         if len(self.waiters) >= _MAX_WAITERS:
             return False
-        self.waiters[who, call] = step
+        self.waiters[client, call] = step
         self.asked = max(self.asked, step + 1)
         return True
 
@@ -236,12 +236,12 @@ class SessionRecord:
     def over(self) -> list[tuple[bytes, int, int]]:
         """Remove all waits that are over; return their (client, call, step)."""
         over = [
-            (who, call, s)
-            for (who, call), s in self.waiters.items()
+            (client, call, s)
+            for (client, call), s in self.waiters.items()
             if s < self.ready or s in self.early
         ]
-        for who, call, _ in over:
-            del self.waiters[who, call]
+        for client, call, _ in over:
+            del self.waiters[client, call]
         return over
 
     def close(self) -> None:
@@ -315,7 +315,7 @@ class Registry:
             if now - d.used_at > linger_s * min(1.0, small / max(d.tables_nbytes, 1))
         ]
 
-    def forget(self, dataset: DatasetRecord) -> None:
+    def remove_dataset(self, dataset: DatasetRecord) -> None:
         del self.datasets[dataset.key]
         self.past_errors.update(dataset.source.counters.snapshot().errors)
         dataset.close()
@@ -361,14 +361,14 @@ class Registry:
 
     def share_samples(self, session: SessionRecord) -> None:
         """Keep what samples are only once for all ranks and epochs that say the same."""
-        if session.among is not None:
-            session.among = self._among.setdefault(session.among.digest, session.among)
-            session.samples = session.among.objects
+        if session.object_of is not None:
+            session.object_of = self._among.setdefault(session.object_of.digest, session.object_of)
+            session.samples = session.object_of.objects
 
     def samples_nbytes(self) -> int:
         """Return the bytes of what samples are, as sessions have said and orders refer to."""
-        coming = sum(s.samples.nbytes for s in self.sessions.values() if s.among is None)
-        return coming + sum(one.objects.nbytes for one in list(self._among.values()))
+        coming = sum(s.samples.nbytes for s in self.sessions.values() if s.object_of is None)
+        return coming + sum(samples.objects.nbytes for samples in list(self._among.values()))
 
     def client_left(self, token: str) -> None:
         """Drop all claims of the owner of `token`, who has disconnected."""

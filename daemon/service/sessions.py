@@ -22,7 +22,7 @@ from creel.daemon.service.storage.fetcher import Fetcher
 from creel.errors import UnavailableError
 from creel.messages import Close, Deal, DealtSamples, Extend, Follow, Open, Ready, Truncate
 from creel.policies.cluster.job_order import JobOrder, JobReplays
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.replay_passes import Passes
 
 log = logging.getLogger("creel.node")
 
@@ -113,8 +113,9 @@ class Sessions:
             return
         if not unplanned:
             session.epoch = message.epoch
-        fields = (session.id, message.epoch, message.step, objects, ends, unplanned)
-        if self._shell.handle(events.PlanExtended(*fields)):
+        if self._shell.handle(
+            events.PlanExtended(session.id, message.epoch, message.step, objects, ends, unplanned)
+        ):
             session.words[KNOWN] = self._shell.core.planned(session.id)[1]
             self.waiting(session)
 
@@ -123,14 +124,14 @@ class Sessions:
     ) -> None:
         """Take which object each of the next samples is; without room for all, none is known."""
         if message.first == 0:
-            session.forget_samples()
+            session.remove_samples()
             if not self._datasets.quota.fits(4 * message.samples):
                 log.info("session %d: %d samples are too many", session.id, message.samples)
                 return
         session.learn(message.first, message.samples, objects)
         self._registry.share_samples(session)
-        if message.rehearsed and session.among is not None:
-            self._shell.handle(events.SamplesTold(session.id, session.among))
+        if message.rehearsed and session.object_of is not None:
+            self._shell.handle(events.SamplesTold(session.id, session.object_of))
             session.rehearses, session.dataset.drained = True, False
             self._datasets.grow()
 
@@ -142,10 +143,20 @@ class Sessions:
         if isinstance(message, Follow) or _lacks(session, message, len(view.nodes)):
             self._shell.handle(events.EpochFollowed(session.id, view))
             return
-        among = session.among if message.among else None
-        counts = message.samples, message.world, message.each, message.batch
-        order = JobOrder(*counts, message.seed, message.remapped, among, _replays(message))
-        if order.sound() and (message.among or message.samples == len(session.dataset.manifest)):
+        object_of = session.object_of if message.object_of else None
+        order = JobOrder(
+            message.samples,
+            message.world,
+            message.each,
+            message.batch,
+            message.seed,
+            message.remapped,
+            object_of,
+            _replays(message),
+        )
+        if order.sound() and (
+            message.object_of or message.samples == len(session.dataset.manifest)
+        ):
             dealt = events.EpochDealt(session.id, message.epoch, order, view)
             self._shell.handle(dealt if order.quick else events.EpochFollowed(session.id, view))
 
@@ -192,12 +203,14 @@ def lose(registry: Registry, ranks: stats.Ranks, number: int) -> None:
 
 
 def _replays(message: Deal) -> JobReplays | None:
-    told = message.replays
-    if told is None:
+    replays = message.replays
+    if replays is None:
         return None
-    return JobReplays(Passes(told.kept, told.each, message.world, told.seed), told.first_step)
+    return JobReplays(
+        Passes(replays.kept, replays.each, message.world, replays.seed), replays.first_step
+    )
 
 
 def _lacks(session: SessionRecord, message: Deal, world: int) -> bool:
     """Return whether it is not known where each rank is, or which object each sample is."""
-    return message.world != world or (message.among and session.among is None)
+    return message.world != world or (message.object_of and session.object_of is None)

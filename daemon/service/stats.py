@@ -81,8 +81,8 @@ def tiers(core: Snapshot) -> dict[str, dict[str, Any]]:
     past = core["past"]["datasets"]
     datasets = [*core["datasets"].values(), *([past] if past else [])]
     evictions: Counter[str] = Counter()
-    for one in datasets:
-        evicted = {k: int(n) for k, n in one.items() if k.startswith("evicted_")}
+    for counts in datasets:
+        evicted = {k: int(n) for k, n in counts.items() if k.startswith("evicted_")}
         evictions.update({k.removeprefix("evicted_"): n for k, n in evicted.items()})
     hits = sum(int(d["hits"] + d["joined"]) for d in datasets)
     misses = sum(int(d["misses"]) for d in datasets)
@@ -90,12 +90,12 @@ def tiers(core: Snapshot) -> dict[str, dict[str, Any]]:
         "memory": {"hits": hits, "misses": misses, "evictions": dict(evictions)}
     }
     disk = core["disk"]["node"]
-    found, missed, spilled = (
+    hit, missed, spilled = (
         sum(int(d[name]) for d in datasets) for name in ("disk_reads", "disk_misses", "spilled")
     )
-    if found + missed + spilled + int(disk["nbytes"]):
+    if hit + missed + spilled + int(disk["nbytes"]):
         out["disk"] = {
-            "hits": found,
+            "hits": hit,
             "misses": missed,
             "evictions": {},
             "spilled": spilled,
@@ -118,16 +118,16 @@ def decoded(ranks: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         "used_nbytes": "decoded_nbytes",
     }
     counted = list(ranks)
-    tier = {key: sum(int(one[name]) for one in counted) for key, name in names.items()}
+    tier = {key: sum(int(counts[name]) for counts in counted) for key, name in names.items()}
     return {"decoded": tier | {"evictions": {}}} if tier["hits"] + tier["misses"] else {}
 
 
-def dataset(core: Snapshot, one: DatasetRecord) -> dict[str, Any]:
+def dataset(core: Snapshot, record: DatasetRecord) -> dict[str, Any]:
     return {
-        "dataset": one.key,
-        "root": public(one.manifest.root),
-        "path": public(one.manifest.title),
-        **core["datasets"][one.key],
+        "dataset": record.key,
+        "root": public(record.manifest.root),
+        "path": public(record.manifest.title),
+        **core["datasets"][record.key],
     }
 
 
@@ -136,23 +136,23 @@ def datasets(node: CountedNode, now: float) -> list[dict[str, Any]]:
     core = node.shell.core.snapshot()
     sessions = Counter(s.dataset.key for s in node.registry.sessions.values())
     return [
-        dataset(core, one)
+        dataset(core, record)
         | {
-            "sessions": sessions[one.key],
-            "unused_s": 0.0 if sessions[one.key] or one.claims else now - one.used_at,
+            "sessions": sessions[record.key],
+            "unused_s": 0.0 if sessions[record.key] or record.claims else now - record.used_at,
         }
-        for one in node.registry.datasets.values()
-        if len(one.manifest)
+        for record in node.registry.datasets.values()
+        if len(record.manifest)
     ]
 
 
-def source(one: DatasetRecord) -> dict[str, Any]:
-    counted = one.source.counters.snapshot()
+def source(record: DatasetRecord) -> dict[str, Any]:
+    counted = record.source.counters.snapshot()
     requests = counted.requests.snapshot()
     return {
-        "source": public(one.manifest.root or one.manifest.title),
-        "dataset": one.key,
-        "path": public(one.manifest.title),
+        "source": public(record.manifest.root or record.manifest.title),
+        "dataset": record.key,
+        "path": public(record.manifest.title),
         "opens": counted.opens,
         "reads": counted.reads,
         "nbytes": counted.nbytes,
@@ -166,21 +166,21 @@ def source(one: DatasetRecord) -> dict[str, Any]:
     }
 
 
-def batches(one: SessionRecord, since_ns: int) -> dict[str, Any]:
+def batches(record: SessionRecord, since_ns: int) -> dict[str, Any]:
     """Return the last batches of a session that were taken after `since_ns`, see `BatchRow`."""
-    table = one.words.log.table()
-    return {"session": one.id, "rows": table[table[:, TAKEN] > since_ns].tolist()}
+    table = record.words.log.table()
+    return {"session": record.id, "rows": table[table[:, TAKEN] > since_ns].tolist()}
 
 
-def reuse(node: CountedNode, one: SessionRecord) -> dict[str, Any]:
+def reuse(node: CountedNode, record: SessionRecord) -> dict[str, Any]:
     """Return after how many steps a session's job reads objects again: a histogram.
 
     `counts` of reads between whole `edges`, by the known plan, of some of the dataset's `objects`.
     """
-    distances = node.shell.core.uses(one.id).reuse_distances(_MAX_REUSED)
+    distances = node.shell.core.uses(record.id).reuse_distances(_MAX_REUSED)
     counts, edges = histogram(distances, _REUSE_BINS)
-    told = {"counts": counts.tolist(), "edges": edges.tolist()}
-    return {"session": one.id, "objects": len(one.dataset.manifest), **told}
+    bins = {"counts": counts.tolist(), "edges": edges.tolist()}
+    return {"session": record.id, "objects": len(record.dataset.manifest), **bins}
 
 
 def fed(tables: Iterable[Ints]) -> dict[str, float]:
@@ -210,9 +210,9 @@ class RecordedStream(NamedTuple):
     overdue: dict[str, Any]
 
     @classmethod
-    def of(cls, one: SessionRecord) -> RecordedStream:
-        table, now_ns = one.words.log.table(), time.monotonic_ns()
-        timeline, wait = table, overdue(one, now_ns)
+    def of(cls, record: SessionRecord) -> RecordedStream:
+        table, now_ns = record.words.log.table(), time.monotonic_ns()
+        timeline, wait = table, overdue(record, now_ns)
         if wait["overdue_s"]:
             row = np.zeros((1, table.shape[1]), np.int64)
             row[0, WAIT_BEGAN], row[0, TAKEN] = now_ns - int(1e9 * wait["overdue_s"]), now_ns
@@ -220,9 +220,9 @@ class RecordedStream(NamedTuple):
         return cls(table, timeline, fed([timeline]), wait)
 
 
-def overdue(one: SessionRecord, now_ns: int) -> dict[str, Any]:
+def overdue(record: SessionRecord, now_ns: int) -> dict[str, Any]:
     """Return how long training has waited for its next batch if that is overdue, and for what."""
-    since, cause, path = one.words.overdue()
+    since, cause, path = record.words.overdue()
     if not 0 < since <= now_ns:
         return dict(_IN_TIME)
     known = cause in CAUSES
@@ -234,33 +234,33 @@ def overdue(one: SessionRecord, now_ns: int) -> dict[str, Any]:
 
 
 def session(
-    one: SessionRecord, pid: int, core: Mapping[str, Any], recorded: RecordedStream
+    record: SessionRecord, pid: int, core: Mapping[str, Any], recorded: RecordedStream
 ) -> dict[str, Any]:
     """Return state and counters of one session, including its trainer's counters.
 
     core: the session in the core's snapshot.
     """
     table = recorded.table
-    steps_ready = max(one.words[READY] - one.words[DONE], 0)
+    steps_ready = max(record.words[READY] - record.words[DONE], 0)
     return {
-        "session": one.id,
-        "dataset": one.dataset.key,
-        "job": one.opened.job,
-        "rank": one.opened.rank,
-        "world": one.opened.world,
+        "session": record.id,
+        "dataset": record.dataset.key,
+        "job": record.opened.job,
+        "rank": record.opened.rank,
+        "world": record.opened.world,
         "pid": pid,
         "known": core["known"],
-        "ready": one.words[READY],
-        "done": one.words[DONE],
-        "waiting": len(one.waiters),
+        "ready": record.words[READY],
+        "done": record.words[DONE],
+        "waiting": len(record.waiters),
         "ahead": steps_ready,
         "lead_now_s": steps_ready * float(core["step_s"]),
         "made": finished(table[:, PACKED], table[:, TAKEN]),
         **recorded.fed,
         **recorded.overdue,
-        "own_file": one.own_file,
-        "own_remedy": one.own_remedy,
-        **report(one.words.counters()),
+        "own_file": record.own_file,
+        "own_remedy": record.own_remedy,
+        **report(record.words.counters()),
     }
 
 
@@ -275,11 +275,14 @@ class Ranks:
         #: A file of each, and what would help, of some ranks.
         self._own_files: dict[tuple[str, int], tuple[str, str]] = {}
 
-    def add_closed(self, one: SessionRecord) -> None:
+    def add_closed(self, record: SessionRecord) -> None:
         """Keep the counters of a session that ends, while its shared words still exist."""
-        _add(self._closed, one, leave_out=GAUGES)
-        if one.own_file:
-            self._own_files[one.opened.job, one.opened.rank] = one.own_file, one.own_remedy
+        _add(self._closed, record, leave_out=GAUGES)
+        if record.own_file:
+            self._own_files[record.opened.job, record.opened.rank] = (
+                record.own_file,
+                record.own_remedy,
+            )
         while len(self._closed) > _MAX_RANKS:
             oldest = next(iter(self._closed))
             del self._closed[oldest]
@@ -294,49 +297,49 @@ class Ranks:
 
         recorded: what is known already of the batches of these sessions.
         """
-        sums = {who: dict(counters) for who, counters in self._closed.items()}
+        sums = {job_rank: dict(counters) for job_rank, counters in self._closed.items()}
         own_files = dict(self._own_files)
         streams: dict[tuple[str, int], list[RecordedStream]] = {}
-        for one in sessions:
-            _add(sums, one)
-            who = one.opened.job, one.opened.rank
-            stream = RecordedStream.of(one) if recorded is None else recorded[one.id]
-            streams.setdefault(who, []).append(stream)
-            if one.own_file:
-                own_files[who] = one.own_file, one.own_remedy
+        for record in sessions:
+            _add(sums, record)
+            job_rank = record.opened.job, record.opened.rank
+            stream = RecordedStream.of(record) if recorded is None else recorded[record.id]
+            streams.setdefault(job_rank, []).append(stream)
+            if record.own_file:
+                own_files[job_rank] = record.own_file, record.own_remedy
         latest = list(sums.items())[-_MAX_RANKS:]
         return [
-            {"job": who[0], "rank": who[1]}
-            | dict(zip(("own_file", "own_remedy"), own_files.get(who, ("", "")), strict=True))
-            | _fed_all(streams.get(who, []))
-            | _most_overdue(streams.get(who, []))
+            {"job": job_rank[0], "rank": job_rank[1]}
+            | dict(zip(("own_file", "own_remedy"), own_files.get(job_rank, ("", "")), strict=True))
+            | _fed_all(streams.get(job_rank, []))
+            | _most_overdue(streams.get(job_rank, []))
             | report(n)
-            for who, n in latest
+            for job_rank, n in latest
         ]
 
 
 def _fed_all(streams: Sequence[RecordedStream]) -> dict[str, float]:
     if len(streams) == 1:
         return streams[0].fed
-    return fed([one.timeline for one in streams]) if streams else {}
+    return fed([stream.timeline for stream in streams]) if streams else {}
 
 
 def _most_overdue(streams: Sequence[RecordedStream]) -> dict[str, Any]:
-    waits = [one.overdue for one in streams]
+    waits = [stream.overdue for stream in streams]
     return max(waits, key=itemgetter("overdue_s"), default=_IN_TIME)
 
 
 def _add(
     sums: dict[tuple[str, int], dict[str, int]],
-    one: SessionRecord,
+    record: SessionRecord,
     leave_out: frozenset[str] = frozenset(),
 ) -> None:
     """Add a session's counters to those of its rank, and make that rank the latest."""
-    who = one.opened.job, one.opened.rank
-    before = sums.pop(who, {})
+    job_rank = record.opened.job, record.opened.rank
+    before = sums.pop(job_rank, {})
     # Clients may write anything: counters never go down.
-    counted = {k: 0 if k in leave_out else n for k, n in one.words.counters().items()}
-    sums[who] = {k: before.get(k, 0) + max(n, 0) for k, n in counted.items()}
+    counted = {k: 0 if k in leave_out else n for k, n in record.words.counters().items()}
+    sums[job_rank] = {k: before.get(k, 0) + max(n, 0) for k, n in counted.items()}
 
 
 def stats(node: CountedNode) -> dict[str, Any]:
@@ -357,7 +360,7 @@ def stats(node: CountedNode) -> dict[str, Any]:
         "sources": [source(d) for d in node.registry.datasets.values() if len(d.manifest)],
         "sessions": sessions,
         "ranks": ranks,
-        "peers": {f"{what}_nbytes": n for what, n in node.clusters.traffic().items()},
+        "peers": {f"{direction}_nbytes": n for direction, n in node.clusters.traffic().items()},
         "fetch": {
             "pending": node.fetcher.pending,
             "bugs": node.shell.bugs,

@@ -112,12 +112,12 @@ def end(job):
 def daemons(job):
     """Return the process ids of the job's daemon while it lives."""
     words, owner = f"/creeld\0--name\0{name_of(job)}\0".encode(), int(number("-u", job))
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             if process.stat().st_uid == owner and words in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 def main(event):

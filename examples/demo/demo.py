@@ -195,17 +195,18 @@ def report(ours: Result, theirs: Result, args: argparse.Namespace) -> bool:
 
 
 @contextmanager
-def bar(what: str, total: int) -> Iterator[Callable[[float], None]]:
+def bar(title: str, total: int) -> Iterator[Callable[[float], None]]:
     """Show a progress bar; show nothing if the output is not a terminal."""
-    columns = (
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(title, total=total)
         yield partial(progress.advance, task)
 
 
@@ -235,16 +236,16 @@ def checked(folder: Path) -> Path:
     classes = [p for p in sorted(folder.iterdir()) if p.is_dir()]
     if not classes:
         raise SystemExit(f"demo: {folder} has no subfolders; put the images of each class into one")
-    if not any(p.is_file() for one in classes for p in one.rglob("*")):
+    if not any(p.is_file() for folder in classes for p in folder.rglob("*")):
         raise SystemExit(f"demo: the subfolders of {folder} are empty; they hold a class each")
     return folder
 
 
 def in_short(error: Exception) -> str:
     """Return the error's message without the traceback that a worker adds."""
-    _, found, traceback = str(error).partition("Original Traceback")
+    _, separator, traceback = str(error).partition("Original Traceback")
     said = [line for line in traceback.splitlines()[1:] if line and not line.startswith(" ")]
-    return " ".join(said) if found else " ".join([str(error), *getattr(error, "__notes__", [])])
+    return " ".join(said) if separator else " ".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def arguments() -> argparse.Namespace:

@@ -55,11 +55,11 @@ def train(name: str, cluster: Any, storage: Any, memory: int, args: argparse.Nam
         start(name, rank, cluster, storage.mountpoint, memory, args) for rank in range(args.hosts)
     ]
     for line in ranks[0].stdout or []:
-        found = _EPOCH.match(line)
-        if found:
-            result.seconds.append(float(found[1]))
+        match = _EPOCH.match(line)
+        if match:
+            result.seconds.append(float(match[1]))
             result.opened.append(storage.totals()["opens"] - sum(result.opened))
-            result.loss = found[2]
+            result.loss = match[2]
             console.print(f"{name:<5}  {line.strip()}", highlight=False)
         else:
             result.read.append(line.split()[-1])

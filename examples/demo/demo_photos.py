@@ -46,12 +46,12 @@ def photographs() -> list[Path]:
     roots = {
         p.name: p.parent for p in (Path(skimage.__file__).parent, Path(sklearn.__file__).parent)
     }
-    found = [path for photo in _PHOTOS if (path := roots[photo.split("/")[0]] / photo).is_file()]
-    if len(found) < 4:
+    paths = [path for photo in _PHOTOS if (path := roots[photo.split("/")[0]] / photo).is_file()]
+    if len(paths) < 4:
         raise SystemExit(
             "the photographs of scikit-image and scikit-learn are missing: reinstall them"
         )
-    return found
+    return paths
 
 
 def build(folder: Path, files: int, progress: Callable[[float], None]) -> None:

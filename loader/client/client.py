@@ -48,7 +48,7 @@ from creel.loader.client.packets import (
 from creel.loader.client.session import POLL_S, Session
 from creel.loader.client.zmq_needs import check_descriptors, check_threads
 from creel.system.fd_packets import close_all
-from creel.system.forks import forget_in_child, pause_before_fork
+from creel.system.forks import pause_before_fork, reset_in_child
 from creel.system.unix_peers import owner_of
 
 if TYPE_CHECKING:
@@ -66,37 +66,54 @@ class Client:
     def __init__(
         self, control_socket: socket.socket, welcome: messages.Welcome, arena: ArenaView
     ) -> None:
+        #: What the daemon knows this process by.
         self.token = welcome.token
+        #: The daemon's process.
         self.daemon_pid = welcome.pid
+        #: Whether a daemon that ends is expected to come back.
         self.returns = welcome.returns
+        #: The node's cached objects, mapped read-only.
         self.arena = arena
+        #: Where the daemon takes requests.
         self.request_address = welcome.request_address
+        #: Whose end the daemon notices; also for what passes descriptors.
         self._control_socket = control_socket
+        #: The process that connected: a forked child may not use it.
         self._pid = os.getpid()
         self.hung = False  # whether the daemon failed to answer in time
+        #: Whether the connection has ended.
         self._lost = False
         #: Whether this process has closed it.
         self.closed = False
         # Reentrant: a finaliser may end a session while this thread holds either lock.
         self._control_lock = threading.RLock()
+        #: Reentrant, as the other one: of the request socket.
         self._request_lock = threading.RLock()
+        #: Whether this thread is amid a message.
         self._sending = False
+        #: Made with the first request.
         self._request_socket: zmq.Socket[bytes] | None = None
+        #: Of the request socket.
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        #: Readable when messages may have come; -1: no socket yet.
         self._request_fd = -1
         self.received = 0  # messages received so far
         self._wakeups: set[int] = set()  # eventfds that wake listening threads
+        #: Numbers of calls, by which answers are known.
         self.calls = itertools.count(1)
         self._unpaused_until = 0.0  # time.monotonic(): forks do not wait for the daemon till then
         self._granted: dict[str, messages.Grants] = {}  # by dataset, as last sent
+        #: By call: those that no thread has taken yet.
         self._answers: dict[int, messages.CommandReply | messages.Failed] = {}
         #: The cluster that this node's daemon has joined for this process's job; "": none.
         self.cluster = ""
+        #: Whether the nodes of the job are about to join a cluster.
         self.joining = False
         #: Time (`time.monotonic`) until which the nodes are expected to join.
         self.joining_until = 0.0
+        #: Those that are open.
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        forget_in_child(self)
+        reset_in_child(self)
         pause_before_fork(self)
 
     @classmethod
@@ -268,7 +285,7 @@ class Client:
             raise DaemonLostError(f"the daemon sent {len(fds)} descriptors with a journal, not 1")
         return fds[0]
 
-    def ask(self, what: str, *, timeout_s: float = 10.0, **args: object) -> dict[str, Any]:
+    def ask(self, command: str, *, timeout_s: float = 10.0, **args: object) -> dict[str, Any]:
         """Return the daemon's reply to a command (see `messages.Command`).
 
         Raises:
@@ -276,7 +293,7 @@ class Client:
             DaemonLostError: no reply in time.
         """
         call = next(self.calls)
-        self.send(messages.Command(self.token, call, what, args))
+        self.send(messages.Command(self.token, call, command, args))
         deadline = time.monotonic() + timeout_s
         while True:
             received = self.received
@@ -285,7 +302,9 @@ class Client:
                 break
             left = deadline - time.monotonic()
             if left <= 0 or not self.alive:
-                raise DaemonLostError(f"the daemon did not answer {what!r} within {timeout_s:g} s")
+                raise DaemonLostError(
+                    f"the daemon did not answer {command!r} within {timeout_s:g} s"
+                )
             self.listen(min(left, POLL_S), received)
         if isinstance(answer, messages.Failed):
             raise ConfigError(answer.reason)
@@ -340,7 +359,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Close inherited descriptors in a forked child, without notifying the daemon."""
         self._lost = True
         self._control_socket.close()

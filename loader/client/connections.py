@@ -35,7 +35,7 @@ _log = logging.getLogger("creel.loader")
 RETRY_S, MAX_RETRY_S = 30.0, 600.0
 #: Seconds for which a service that has ended is expected back, and between two looks for it. To
 #: start a daemon meanwhile would take the training away from the memory that the service keeps.
-RETURN_S, LOOK_S = 10.0, 0.25
+RETURN_S, POLL_S = 10.0, 0.25
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Way:
 _ways: defaultdict[str, _Way] = defaultdict(_Way)
 _lock = threading.Lock()
 #: (daemon name, why a dataset is read directly): each reason is said once.
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
@@ -85,7 +85,7 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
             with suppress(UnavailableError, OSError):  # it does not serve yet
                 way.client = Client.connect(name, trainer_pid=trainer_pid)
             if way.client is None:
-                way.not_before = time.monotonic() + LOOK_S
+                way.not_before = time.monotonic() + POLL_S
                 return None
         elif not hung:
             way.client = connect_or_start(config, trainer_pid=trainer_pid, start=start)
@@ -111,14 +111,16 @@ def running_client(config: Config) -> Client | None:
         if way.start is not None or time.monotonic() < way.not_before or few_descriptors():
             return None
     try:
-        made = Client.connect(name)  # without the lock: others need not wait for a stopped daemon
+        new_client = Client.connect(
+            name
+        )  # without the lock: others need not wait for a stopped daemon
     except (UnavailableError, OSError):
         return None
     with _lock:
         way = _ways[name]
-        client = way.client = way.client or made
-    if client is not made:
-        made.close()
+        client = way.client = way.client or new_client
+    if client is not new_client:
+        new_client.close()
     return client
 
 
@@ -148,8 +150,8 @@ def open_session(
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no memory for a mapping
         why = str(e)  # the text alone, as in `connect_or_start`
         # Closed by the trainer's thread: nothing is read any more.
-        if not client.closed and (config.daemon.name, why) not in _told:
-            _told.add((config.daemon.name, why))
+        if not client.closed and (config.daemon.name, why) not in _warned:
+            _warned.add((config.daemon.name, why))
             _log.warning("creel reads directly, without a cache: %s", why)
         return None
     if not trainer_pid:
@@ -207,7 +209,7 @@ def daemon_starting(config: Config) -> bool:
         return elsewhere and now < way.seen_starting + OTHER_START_S
 
 
-def _forget_inherited() -> None:
+def _reset_for_process() -> None:
     global _lock  # noqa: PLW0603  another thread of the parent may have held it
     _lock = threading.Lock()
     while _ways:
@@ -221,5 +223,5 @@ def _close_all() -> None:
         disconnect(name)
 
 
-at_fork(after_in_child=_forget_inherited)
+at_fork(after_in_child=_reset_for_process)
 atexit.register(_close_all)

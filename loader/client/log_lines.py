@@ -26,7 +26,7 @@ class LogLines(logging.NullHandler):
 def install() -> None:
     """Add the handler to creel's logger, once."""
     logger = logging.getLogger("creel")
-    if not any(isinstance(one, LogLines) for one in logger.handlers):
+    if not any(isinstance(handler, LogLines) for handler in logger.handlers):
         logger.addHandler(LogLines())
 
 
@@ -50,7 +50,7 @@ def _rank_and_world() -> tuple[int, int]:
 
 def _handled(name: str, by: logging.Handler) -> bool:
     """Whether another handler than `by` gets the records of this logger."""
-    return any(one is not by for logger in _upwards(name) for one in logger.handlers)
+    return any(handler is not by for logger in _upwards(name) for handler in logger.handlers)
 
 
 def _upwards(name: str) -> Iterator[logging.Logger]:

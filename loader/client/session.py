@@ -38,7 +38,7 @@ from creel.cache.memory.shared_words import (
 )
 from creel.loader.client.backoff import pauses
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
-from creel.system.forks import forget_in_child
+from creel.system.forks import reset_in_child
 
 if TYPE_CHECKING:  # the two modules import each other
     from creel.loader.client.client import Client
@@ -118,7 +118,7 @@ class Session:
         self._void_from = _NEVER
         self._stale_beat = (0, 0)  # (beat, time when it was first seen stale)
         self._rows: tuple[int, Rows] | None = None  # (bytes of an object, its row copier)
-        forget_in_child(self)
+        reset_in_child(self)
 
     @property
     def ended(self) -> bool:
@@ -308,33 +308,45 @@ class Session:
 
     def deal(self, epoch: int, deal: JobOrder) -> None:
         """Tell the daemon how an epoch is dealt to all ranks of the job."""
-        if deal.among is not None:
-            self.tell_samples(deal.among)
+        if deal.object_of is not None:
+            self.tell_samples(deal.object_of)
         replays = None
         if deal.replays is not None:
             kept, each, _, seed = deal.replays.passes
             replays = messages.DealtReplays(kept, each, seed, deal.replays.first_step)
-        who = self.token, self.id, epoch, self.client.cluster
-        counts = deal.samples, deal.world, deal.each, deal.batch
-        rest = deal.seed, deal.remapped, deal.among is not None, replays
-        self._send(messages.Deal(*who, *counts, *rest))
+        self._send(
+            messages.Deal(
+                self.token,
+                self.id,
+                epoch,
+                self.client.cluster,
+                deal.samples,
+                deal.world,
+                deal.each,
+                deal.batch,
+                deal.seed,
+                deal.remapped,
+                deal.object_of is not None,
+                replays,
+            )
+        )
 
-    def tell_samples(self, among: SampleObjects, *, rehearsed: bool = False) -> None:
+    def tell_samples(self, object_of: SampleObjects, *, rehearsed: bool = False) -> None:
         """Tell the daemon which object each sample is, once; see `messages.DealtSamples`."""
-        if among is self._among:
+        if object_of is self._among:
             return
-        samples = len(among.objects)
+        samples = len(object_of.objects)
         for first in range(0, samples, SAMPLES):
-            piece = among.objects[first : first + SAMPLES]
-            told = messages.DealtSamples(self.token, self.id, samples, first, rehearsed)
-            self._send(told, piece)
-        self._among = among
+            piece = object_of.objects[first : first + SAMPLES]
+            message = messages.DealtSamples(self.token, self.id, samples, first, rehearsed)
+            self._send(message, piece)
+        self._among = object_of
 
     def follow(self) -> None:
         """Tell the daemon that the job's nodes should ask each other without a common plan."""
         self._send(messages.Follow(self.token, self.id, self.client.cluster))
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Stop using the session in a forked child: its shared words belong to the parent."""
         self.lost = True
 
@@ -347,14 +359,14 @@ class Session:
         if not len(ids):
             return {}
         columns = ids, self.table.offset[ids], self.table.length[ids]
-        found = {}
+        by_object = {}
         with contextlib.suppress(ValueError):  # another thread has closed the client
             view = self.client.arena.view
             for i, place, nbytes in zip(*(column.tolist() for column in columns), strict=True):
                 pieces = runs.pieces(view, place, nbytes)
                 if pieces is not None:
-                    found[i] = pieces
-        return found
+                    by_object[i] = pieces
+        return by_object
 
     def rows(self, ids: NDArray[np.integer], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Fill row i of (n, nbytes) `out` with object ids[i], unless it is absent.
@@ -372,9 +384,9 @@ class Session:
         there = np.zeros(len(ids), np.bool_)
         with contextlib.suppress(ValueError):  # another thread has closed the client
             for i, place in enumerate(self.table.offset[ids].tolist()):
-                found = runs.pieces(self.client.arena.view, place, nbytes)
-                if found is not None:
-                    out[i] = np.frombuffer(b"".join(found), np.uint8)
+                pieces = runs.pieces(self.client.arena.view, place, nbytes)
+                if pieces is not None:
+                    out[i] = np.frombuffer(b"".join(pieces), np.uint8)
                     there[i] = True
         return there
 

@@ -13,10 +13,10 @@ from creel.loader.data.decoded.identity import pickled
 from creel.loader.data.decoded.kept import KeepingSamples, KeptDataset
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
-from creel.loader.data.interception.intercept import Intercepted, look_again
-from creel.loader.data.reading.inputs import SampleInputs, still
+from creel.loader.data.interception.intercept import Intercepted, replace_imported
+from creel.loader.data.reading.inputs import SampleInputs, are_current
 from creel.loader.data.reading.this_thread import this_thread
-from creel.loader.data.user_code.likeness import likeness
+from creel.loader.data.user_code.dataset_fingerprint import likeness
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -52,12 +52,12 @@ class SampleKeeping(KeepingSamples):
         return self._read(owner, store, number, index) if store.open else owner.dataset[index]
 
     def _current(self, stamp: Stamp) -> bool:
-        return self.recheck == "never" or still(stamp, self.loaders)
+        return self.recheck == "never" or are_current(stamp, self.loaders)
 
     def _read(self, owner: KeptDataset[Any], store: DecodedStore, number: int, index: Any) -> Any:
         draws = self.draws(owner)
         with SampleInputs() as opened, Intercepted():
-            look_again()  # the last sample may have imported a library to read with
+            replace_imported()  # the last sample may have imported a library to read with
             began = time.monotonic_ns()
             sample = owner.dataset[index]
             ns = time.monotonic_ns() - began

@@ -1,7 +1,7 @@
 """Find files in the page cache, where reading costs no more than from creel's cache.
 
 A loader asks before each epoch (`page_cached` in `line/batches/state.py`). A wrapped dataset below
-torch's own loader asks before it connects (`needless` in `data/binding/daemon_link.py`).
+torch's own loader asks before it connects (`daemon_not_worth_it` in `data/binding/daemon_link.py`).
 """
 
 from __future__ import annotations

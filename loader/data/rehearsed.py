@@ -17,7 +17,7 @@ from creel.loader.data.user_code.protected import length
 from creel.policies.arrays import Ints
 
 
-class KeptRows(Dataset[Any]):
+class MemoryRows(Dataset[Any]):
     """What a memory keeps: row k is sample `index[k]` of `datasets[part[k]]`.
 
     Attributes:
@@ -55,9 +55,9 @@ class KeptRows(Dataset[Any]):
         """Return where (n,) rows are: positions in `datasets`, and numbers there."""
         return self.part[rows], self.index[rows]
 
-    def over(self, datasets: Sequence[Any]) -> KeptRows:
+    def over(self, datasets: Sequence[Any]) -> MemoryRows:
         """Return the same rows of copies of `datasets`."""
-        return KeptRows(datasets, self.part, self.index)
+        return MemoryRows(datasets, self.part, self.index)
 
 
 class Rehearsed(Dataset[Any]):
@@ -69,7 +69,7 @@ class Rehearsed(Dataset[Any]):
 
     _creel_rows: RehearsedRows
 
-    def __init__(self, new: Any, kept: KeptRows) -> None:
+    def __init__(self, new: Any, kept: MemoryRows) -> None:
         """Put the rows behind the new data, as it is now.
 
         Raises:
@@ -124,7 +124,7 @@ class RehearsedRows(NamedTuple):
     """What a `Rehearsed` is made of; `first`: the number of its first row."""
 
     new: Any
-    kept: KeptRows
+    kept: MemoryRows
     first: int
 
     @property
@@ -145,11 +145,11 @@ class RehearsedRows(NamedTuple):
         return Rehearsed(new, self.kept.over(old))
 
 
-def placed(dataset: object) -> KeptRows | RehearsedRows | None:
+def placed(dataset: object) -> MemoryRows | RehearsedRows | None:
     """Return where the samples of a dataset with rows of a memory are; None for other datasets."""
     if type(dataset) is Rehearsed:
         return dataset._creel_rows  # noqa: SLF001  its own module
-    return dataset if isinstance(dataset, KeptRows) else None
+    return dataset if isinstance(dataset, MemoryRows) else None
 
 
 def own_datasets(dataset: Any) -> list[Any]:
@@ -161,11 +161,11 @@ def own_datasets(dataset: Any) -> list[Any]:
     where = placed(dataset)
     if where is None:
         return [dataset]
-    kept, new = (where, []) if isinstance(where, KeptRows) else (where.kept, [where.new])
-    base = [without_subsets(one) for one in new]
+    kept, new = (where, []) if isinstance(where, MemoryRows) else (where.kept, [where.new])
+    base = [without_subsets(dataset) for dataset in new]
     pairs = zip(kept.datasets, kept.added, strict=True)
-    old = [added for one, added in pairs if not any(one is known for known in base)]
-    return [part for one in (*old, *new) for part in own_datasets(one)]
+    old = [added for dataset, added in pairs if not any(dataset is known for known in base)]
+    return [part for dataset in (*old, *new) for part in own_datasets(dataset)]
 
 
 def without_subsets(dataset: Any) -> Any:

@@ -18,7 +18,7 @@ def seed_here(seed: int) -> None:
 
 
 @contextmanager
-def kept_generators() -> Iterator[None]:
+def restored_generators() -> Iterator[None]:
     """Put the generators that `seed_here` seeds back at the end: the trainer's own stay its own."""
     ours, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002  the same
     torchs = torch.default_generator.get_state()

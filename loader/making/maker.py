@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from creel.loader.data.decoded import worth
+from creel.loader.data.decoded import decode_benefit
 from creel.loader.data.reading.lease import Lease
 from creel.loader.making.arena_rows import ArenaRows
 from creel.loader.making.stage import Stage
@@ -158,7 +158,7 @@ class BatchMaker:
             return self.fetcher.fetch(index.tolist() if task.as_list else index)
         if session is None or step < 0:
             return self.fetch(index, Lease())
-        if self._live and not binding.still(np.atleast_1d(np.asarray(index))):
+        if self._live and not binding.is_current(np.atleast_1d(np.asarray(index))):
             return self.fetch(index, Lease())
         return self._read_step(binding, session, task)
 
@@ -206,8 +206,14 @@ class BatchMaker:
     def times(self, packed: int) -> BatchTimes:
         """Return the times of the last batch, or of one that raised; `packed`: when it was done."""
         clock = self.clock
-        when = clock.began, clock.ready, clock.collating or packed, packed
-        return BatchTimes(*when, self._direct_ns, int(self._lost))
+        return BatchTimes(
+            clock.began,
+            clock.ready,
+            clock.collating or packed,
+            packed,
+            self._direct_ns,
+            int(self._lost),
+        )
 
     def _wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:
         """Wait until a step's objects are pinned; on False the location table may be outdated."""
@@ -229,7 +235,7 @@ class BatchMaker:
                 "direct_nbytes": lease.direct_nbytes,
                 "decoded_hits": lease.decoded_hits,
                 "decoded_misses": lease.decoded_misses,
-                **worth.counts(lease),
+                **decode_benefit.counts(lease),
             }
             self._waits.saw(lease)
 

@@ -82,7 +82,7 @@ class Deals:
         if len(self.orders) < _MAX_ORDERS or epoch in self.orders:
             self.orders[epoch] = order
 
-    def forget(self, epoch: int) -> None:
+    def drop_before(self, epoch: int) -> None:
         """Forget all epochs before this one."""
         self.orders = {e: order for e, order in self.orders.items() if e >= epoch}
 
@@ -164,9 +164,9 @@ class ClusterBoundary:
 
     def plan(self) -> Placed:
         """Return which node holds what when the epoch ends; takes 1 s for a million objects."""
-        among = self.orders[0].among
-        if among is not None and all(order.among == among for order in self.orders):
-            return self._of_samples(among.objects)
+        object_of = self.orders[0].object_of
+        if object_of is not None and all(order.object_of == object_of for order in self.orders):
+            return self._of_samples(object_of.objects)
         node_of = self.view.nodes.tolist()
         now = self._uses(self.orders[0].by_rank(node_of), self.orders[0])
         following = self.orders[1].by_rank(node_of)
@@ -175,8 +175,9 @@ class ClusterBoundary:
         holder = self.holder
         if holder is None:
             holder = np.full_like(now.owner, nobody(now.owner))
-        rest = owners, following, self.size, self.capacity
-        after = placement.next_holders(holder, now, *rest, lead=self.lead)
+        after = placement.next_holders(
+            holder, now, owners, following, self.size, self.capacity, lead=self.lead
+        )
         me = self.view.me
         copies = self._copies(holder, after, now, owners)
         vain = (self.state == RESIDENT) & (after != me)
@@ -199,7 +200,7 @@ class ClusterBoundary:
         copies = sample[self.copies]
         placed = replace(
             self,
-            orders=[order._replace(among=None) for order in self.orders],
+            orders=[order._replace(object_of=None) for order in self.orders],
             holder=None if self.holder is None else self.holder[objects],
             copies=copies[copies >= 0],
             size=self.size if len(self.size) == 1 else self.size[objects],
@@ -227,8 +228,9 @@ class ClusterBoundary:
             return NO_IDS
         held = np.zeros(n, np.bool_)
         held[self.copies] = True
-        room = self.size, int(self.capacity[me])
-        copies = placement.replicas(me, held, holder, after, now, owners, *room)
+        copies = placement.replicas(
+            me, held, holder, after, now, owners, self.size, int(self.capacity[me])
+        )
         return placement.soonest_first(me, copies.nonzero()[0].astype(np.int32), owners)
 
     def _uses(self, ranks: list[Ids], order: JobOrder) -> placement.Uses:

@@ -69,7 +69,7 @@ class ClusterEviction(PlannedEviction):
         self.astray = deals.view is not None and deals.view.again
         #: Whether reading ahead waits for the answer.
         self.waits = self.astray
-        self._told = False  # whether a peer has told in this epoch who holds what
+        self._holders_known = False  # whether a peer has told in this epoch who holds what
         self._digested: tuple[Nodes | None, int] = None, 0
 
     @property
@@ -119,7 +119,7 @@ class ClusterEviction(PlannedEviction):
             return
         if plan.holder is None or len(plan.holder) == len(self._state):
             self._asking = self._next = self._later = None
-            self._holder, self._told = plan.holder, True
+            self._holder, self._holders_known = plan.holder, True
             self.insist()
 
     def insist(self) -> None:
@@ -136,11 +136,11 @@ class ClusterEviction(PlannedEviction):
         if self.astray:
             return None
         if self._next is None:
-            held = self._holder, self._copies
-            self._asking = self._boundary_of(self.epoch, view, context, *held)
+            self._asking = self._boundary_of(self.epoch, view, context, self._holder, self._copies)
         elif self._later is None:
-            then = self._next.holder, self._next.copies
-            self._asking = self._boundary_of(self.epoch + 1, view, context, *then)
+            self._asking = self._boundary_of(
+                self.epoch + 1, view, context, self._next.holder, self._next.copies
+            )
         return self._asking
 
     def _boundary_of(
@@ -172,11 +172,11 @@ class ClusterEviction(PlannedEviction):
 
     def _read_nbytes(self, size: Ints) -> tuple[int, int]:
         """Return how many objects an epoch reads, and their bytes, at least 1."""
-        among = self.deals.orders[self.epoch].among
-        if among is None:
+        object_of = self.deals.orders[self.epoch].object_of
+        if object_of is None:
             return len(self._state), max(dataset_nbytes(size, len(self._state)), 1)
-        read = size if len(size) == 1 else size[among.objects]
-        return len(among.objects), max(dataset_nbytes(read, len(among.objects)), 1)
+        read = size if len(size) == 1 else size[object_of.objects]
+        return len(object_of.objects), max(dataset_nbytes(read, len(object_of.objects)), 1)
 
     def _in_use(self, view: ClusterView, step_nbytes: int, capacity: Ints, whole: int) -> Ints:
         """Return (nodes,) bytes to leave to steps in use, if memories exceed the dataset.
@@ -230,7 +230,7 @@ class ClusterEviction(PlannedEviction):
         self.waits = self.astray
         super().epoch_began(uses, epoch)
         self._asking = self._next = self._later = None
-        self._told = False
+        self._holders_known = False
         self._holder = None if placed is None else placed.holder
         self._copies = NO_IDS if placed is None else placed.copies
         self._second_copies = NO_IDS
@@ -238,7 +238,7 @@ class ClusterEviction(PlannedEviction):
         self._marks &= LISTED
         if placed is not None:
             self._marks[placed.lent[~sent]] |= _LENT
-        self.deals.forget(epoch)
+        self.deals.drop_before(epoch)
         view = self.deals.view
         if placed is not None and view is not None and later is not None:
             asked, answer = later
@@ -247,10 +247,10 @@ class ClusterEviction(PlannedEviction):
 
     def victims(self, k: int, step: int) -> Index:
         """Return up to k distinct objects to evict: second copies last, and the last used first."""
-        found = super().victims(k, step)
-        if len(found) >= k:
-            return found
-        more, left = [found], k - len(found)
+        victims = super().victims(k, step)
+        if len(victims) >= k:
+            return victims
+        more, left = [victims], k - len(victims)
         while len(self._second_copies) and left > 0:
             ids, self._second_copies = (
                 self._second_copies[-left:].astype(np.intp),
@@ -279,7 +279,7 @@ class ClusterEviction(PlannedEviction):
 
     def sent(self, ids: Index) -> None:
         lent = self._marked(ids, _LENT)
-        if not self._told:  # else what peers read in this epoch has no mark
+        if not self._holders_known:  # else what peers read in this epoch has no mark
             self._marks[ids[~lent]] |= _SENT_EARLY
         self._marks[ids[lent]] &= ~_LENT
 
@@ -312,10 +312,10 @@ class ClusterEviction(PlannedEviction):
             holder = None
         if holder is None or self.deals.view is None:
             return None
-        found, origin = holder[ids].astype(np.int64), self.deals.view.origin
-        none = found == nobody(holder)
-        found[none] = 0
-        return np.where(none, SOURCE, origin[found])
+        nodes, origin = holder[ids].astype(np.int64), self.deals.view.origin
+        none = nodes == nobody(holder)
+        nodes[none] = 0
+        return np.where(none, SOURCE, origin[nodes])
 
     def brings(self, ids: Index) -> Mask:
         """Return (k,) whether to read each absent object when a peer asks: this node is to hold it.

@@ -75,10 +75,10 @@ class FirstReaders:
     def dealt(self, epoch: int, order: JobOrder, view: ClusterView) -> None:
         """Note how an epoch of a job that rehearses is dealt to all ranks."""
         self.seen(view)
-        among = order.among
-        self._samples = 0 if among is None else among.digest
-        self._reads = slice(None) if among is None else among.objects
-        new = slice(None) if among is None else among.objects[: order.samples]
+        object_of = order.object_of
+        self._samples = 0 if object_of is None else object_of.digest
+        self._reads = slice(None) if object_of is None else object_of.objects
+        new = slice(None) if object_of is None else object_of.objects[: order.samples]
         task = FirstReadsTask(epoch, order._replace(replays=None), len(self._known), view)
         present = self._present
         if present is not None and present[0].epoch == epoch and present[0].order != task.order:
@@ -86,9 +86,9 @@ class FirstReaders:
         waiting = [other.order for other in self._unplanned]
         if task.order not in waiting and not every(self._known[new]):
             self._unplanned.append(task)
-        if among is not None and order.replays is not None:
+        if object_of is not None and order.replays is not None:
             known = self._known[new]
-            self._known[among.objects[order.samples :]] = True
+            self._known[object_of.objects[order.samples :]] = True
             self._known[new] = known
 
     def followed(self) -> None:

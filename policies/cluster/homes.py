@@ -206,13 +206,13 @@ class HomesEviction(MostRecentFirst):
 
     def victims(self, k: int, step: int) -> Index:
         """Return up to k distinct objects to evict; kept ones last, and never for a peer's read."""
-        found = self.unneeded(k, step)
-        found = joined([found, self._excess.take(k - len(found), self._leaving)])
-        if len(found) >= k or step == FOR_PEERS:
-            return found
-        more = self._scan(k - len(found))
+        victims = self.unneeded(k, step)
+        victims = joined([victims, self._excess.take(k - len(victims), self._leaving)])
+        if len(victims) >= k or step == FOR_PEERS:
+            return victims
+        more = self._scan(k - len(victims))
         self._limit = self._count
-        return joined([found, more])
+        return joined([victims, more])
 
     def _scan(self, k: int) -> Index:
         """Stop keeping up to k objects, in order of numbers (a clock's hand); return them."""
@@ -227,6 +227,6 @@ class HomesEviction(MostRecentFirst):
             if k <= 0:
                 break
             self._hand = stop if stop < len(self._state) else 0
-        found = joined(out)
-        self._count -= len(found)
-        return found
+        victims = joined(out)
+        self._count -= len(victims)
+        return victims

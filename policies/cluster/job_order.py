@@ -14,7 +14,7 @@ from creel.policies.arrays import NO_IDS, Ids, Ints
 from creel.policies.order.dealing import Dealing
 from creel.policies.order.remap import Exchange
 from creel.policies.order.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.replay_passes import Passes
 
 #: Most passes of a memory in an epoch that a daemon draws, 1 ms each, and most rows of these.
 _MOST_PASSES, _MOST_ROWS = 2048, 1 << 26
@@ -114,7 +114,7 @@ class JobOrder(NamedTuple):
         batch: samples per step of a rank; the last step may have fewer.
         seed: of the permutation, or IN_ORDER.
         remapped: whether the ranks exchange samples within each step (`remap.Exchange`).
-        among: the object of each sample, and then of each row of the memory; None: sample i is
+        object_of: the object of each sample, and then of each row of the memory; None: sample i is
             object i.
         replays: the rows in each step; None: the job replays nothing.
     """
@@ -125,7 +125,7 @@ class JobOrder(NamedTuple):
     batch: int
     seed: int
     remapped: bool = False
-    among: SampleObjects | None = None
+    object_of: SampleObjects | None = None
     replays: JobReplays | None = None
 
     def sound(self) -> bool:
@@ -137,12 +137,12 @@ class JobOrder(NamedTuple):
             and dealt <= 2 * max(self.samples, self.world)
             and (self.seed == IN_ORDER or self.samples < SHUFFLE_LIMIT)
             and IN_ORDER <= self.seed < 1 << 63
-            and (self.among is None or len(self.among.objects) == self.numbers)
+            and (self.object_of is None or len(self.object_of.objects) == self.numbers)
             and (self.replays is None or self._replays_soundly(self.replays))
         )
 
     def _replays_soundly(self, replays: JobReplays) -> bool:
-        known = self.among is not None and not self.remapped
+        known = self.object_of is not None and not self.remapped
         return known and replays.sound(self.steps, self.world)
 
     @property
@@ -158,7 +158,7 @@ class JobOrder(NamedTuple):
     @property
     def mark(self) -> int:
         """A number by which nodes know this epoch of this job: its seed, if it reads all."""
-        return self.seed if self.among is None else self.seed ^ self.among.digest
+        return self.seed if self.object_of is None else self.seed ^ self.object_of.digest
 
     @property
     def steps(self) -> int:
@@ -181,15 +181,15 @@ class JobOrder(NamedTuple):
 
         >>> JobOrder(3, 1, 3, 1, IN_ORDER).permutation().tolist()
         [0, 1, 2]
-        >>> among = SampleObjects(np.array([7, 9, 4], np.int32))
-        >>> JobOrder(3, 1, 3, 1, IN_ORDER, among=among).permutation().tolist()
+        >>> object_of = SampleObjects(np.array([7, 9, 4], np.int32))
+        >>> JobOrder(3, 1, 3, 1, IN_ORDER, object_of=object_of).permutation().tolist()
         [7, 9, 4]
         """
         if self.seed == IN_ORDER:
             order = np.arange(self.samples, dtype=np.int32)
         else:
             order = Shuffle(self.samples, TorchRandom.seeded(self.seed)).all()
-        return order if self.among is None else self.among.objects[order]
+        return order if self.object_of is None else self.object_of.objects[order]
 
     def by_rank(self, node_of: Sequence[int]) -> list[Ids]:
         """Return for each rank (ends[-1],) the objects that it reads, in order.
@@ -209,11 +209,11 @@ class JobOrder(NamedTuple):
 
     def _replayed(self, new: list[Ids], replays: JobReplays) -> list[Ids]:
         """Return what each rank reads, with the rows of each step behind its new samples."""
-        assert self.among is not None  # noqa: S101  `sound`
+        assert self.object_of is not None  # noqa: S101  `sound`
         rows, each = self.samples + replays.rows(self.steps), replays.passes.each
         at = np.minimum(np.arange(1, self.steps + 1) * self.batch, self.each).repeat(each)
         of_rank = [np.sort(rows[:, rank :: self.world], axis=1) for rank in range(self.world)]
-        objects = self.among.objects
+        objects = self.object_of.objects
         return [
             np.insert(ids, at, objects[mine.ravel()])
             for ids, mine in zip(new, of_rank, strict=True)

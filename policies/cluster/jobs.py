@@ -93,9 +93,9 @@ class FirstReads(NamedTuple):
         if len(over) and len(self.again):
             units = np.ceil((since[over] - self.base) / self.unit).astype(np.int64)
             at = self.again.searchsorted((ids[over] << 32) | units)
-            found = self.again[np.minimum(at, len(self.again) - 1)]
-            there = (at < len(self.again)) & (found >> 32 == ids[over])
-            steps[over[there]] = self.base + self.unit * (found[there] & _LOW)
+            entries = self.again[np.minimum(at, len(self.again) - 1)]
+            there = (at < len(self.again)) & (entries >> 32 == ids[over])
+            steps[over[there]] = self.base + self.unit * (entries[there] & _LOW)
         return steps
 
 
@@ -179,7 +179,7 @@ class MergedUses:
         """Note that the next read of each object is done."""
         self._read[ids] = np.minimum(self.due(ids) + 1, NEVER)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget all reads, as the common clock has changed."""
         self._read[:] = 0
 
@@ -243,14 +243,14 @@ class HomesFarthest(FarthestNextUse):
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
         for job, known in zip(self._jobs, self._known, strict=True):
             if job.uses is uses:
-                job.deals.forget(epoch)
+                job.deals.drop_before(epoch)
                 for old in [e for e in known if e < epoch]:
                     del known[old]
         self.stale = True
 
     def replanned(self) -> None:
         super().replanned()
-        self._merged.forget()
+        self._merged.clear()
         self._known = [{} for _ in self._jobs]
 
     # --- eviction --------------------------------------------------------------------------------
@@ -296,8 +296,8 @@ class HomesFarthest(FarthestNextUse):
 
     def victims(self, k: int, step: int) -> Index:
         """Return up to k distinct objects to evict for `step`, all due later."""
-        found = self.unneeded(k, step)
-        if len(found) >= k:
-            return found
+        victims = self.unneeded(k, step)
+        if len(victims) >= k:
+            return victims
         step = self._jobs[0].clock() if step == FOR_PEERS else step
-        return joined([found, super().victims(k - len(found), step)])
+        return joined([victims, super().victims(k - len(victims), step)])

@@ -195,17 +195,17 @@ class _Replay:
 
     def _second_copies(self, planned: Nodes, owners: list[Nodes]) -> float:
         """Plan second copies; return the share of remote reads that they spared in this epoch."""
-        now, found, remote = self._uses[0], 0, 0
+        now, copies, remote = self._uses[0], 0, 0
         size = np.array([self.job.nbytes])
         for node, held in self._copies.items():
             reads = (now.owner == node) & (self._holder != node)
             reads &= self._holder != placement.nobody(planned)
-            found += int(np.count_nonzero(reads & held))
+            copies += int(np.count_nonzero(reads & held))
             remote += int(np.count_nonzero(reads))
             self._copies[node] = placement.replicas(
                 node, held, self._holder, planned, now, owners, size, self.job.memory
             )
-        return found / max(remote, 1)
+        return copies / max(remote, 1)
 
     def _occupancy(self, planned: Nodes, now: placement.Uses, nobody: int) -> float:
         """Return the most first copies that a node holds after any step, by its memory."""

@@ -125,7 +125,7 @@ def soonest(times: Iterable[Floats], objects: int, latest: int) -> Ints:
     [3, 0, 5]
     """
     out = np.full(objects, np.inf)
-    for one in times:
-        np.minimum(out, one, out=out)
+    for time in times:
+        np.minimum(out, time, out=out)
     keys: Ints = np.clip(out, 0, latest).astype(np.int64)
     return keys

@@ -222,9 +222,9 @@ class PlannedEviction(EvictionPolicy):
             self._marks[ids] |= LISTED  # so that no other source returns them, too
             out.append(ids)
             k -= len(ids)
-        found = joined(out)
-        self._unlist(found)
-        return found
+        victims = joined(out)
+        self._unlist(victims)
+        return victims
 
     def _from_surplus(self, k: int) -> Index:
         out = []

@@ -58,10 +58,10 @@ class ReleaseLog:
             start = max(self._end - 2 * k - _LEAST_ENTRIES, 0)
             ids = self._log[start : self._end].astype(np.intp)
             good = (self._at[ids] == np.arange(start, self._end)) & leaving(ids)
-            found = good.nonzero()[0][-k:]
-            self._end = start + int(found[0]) if len(found) == k else start
-            out.append(ids[found[::-1]])
-            k -= len(found)
+            rows = good.nonzero()[0][-k:]
+            self._end = start + int(rows[0]) if len(rows) == k else start
+            out.append(ids[rows[::-1]])
+            k -= len(rows)
         return joined(out)
 
     def _squeeze(self, more: int) -> None:

@@ -211,9 +211,9 @@ def in_order(orders: Sequence[Sequence[Ids]], objects: int, lead: float) -> Iter
     # A multiple of BLOCK, so that no block belongs to two ranks.
     step = max(PIECE // max(len(ranks), 1) // BLOCK, 1) * BLOCK
     for start in range(0, longest, step):
-        found = [rank.between(start, start + step) for rank in ranks]
-        ids = np.concatenate(found)
-        lengths = np.array([len(part) for part in found])
+        parts = [rank.between(start, start + step) for rank in ranks]
+        ids = np.concatenate(parts)
+        lengths = np.array([len(part) for part in parts])
         at = np.arange(len(ids)) - np.repeat(lengths.cumsum() - lengths, lengths)
         wholes = np.maximum([len(rank) for rank in ranks], 1)
         early = start + at < np.repeat(np.ceil(lead * wholes), lengths)
@@ -348,9 +348,9 @@ def _evened(rate: Ints, block: NDArray[np.int32], lead: Mask, mean: int) -> Ints
     grown = _ONE - (_ONE - rate) * (most - need)[block] // np.maximum(most - has, 1)[block]
     shrunk = rate * need[block] // np.maximum(has, 1)[block]
     of_full = np.minimum(target // np.maximum(number["full"], 1), _ONE)
-    rest = np.maximum(target - number["full"] * _ONE - most, 0) // np.maximum(number["none"], 1)
+    of_none = np.maximum(target - number["full"] * _ONE - most, 0) // np.maximum(number["none"], 1)
     out = np.where(up[block], grown, shrunk)
-    out = np.where(full, of_full[block], np.where(none, np.minimum(rest, _ONE)[block], out))
+    out = np.where(full, of_full[block], np.where(none, np.minimum(of_none, _ONE)[block], out))
     return np.where(lead, rate, out)
 
 
@@ -412,7 +412,7 @@ def _fill(
     parts: Sequence[Candidates], tally: Tally, lack: Ints, nbytes: NbytesOf, out: Nodes
 ) -> None:
     """Add or remove scattered objects until each node has its bytes; better priorities stay."""
-    found = [(NO_IDS, NO_IDS)]
+    candidates = [(NO_IDS, NO_IDS)]
     nobody = np.iinfo(out.dtype).max
     for part in parts:
         node, priority = np.divmod(part.cell // tally.width, tally.priorities)
@@ -421,9 +421,9 @@ def _fill(
         may = np.flatnonzero((stays == (short < 0)) & (short != 0) & (priority != LEAD))
         may = may[:: max(len(may) // _MAX_SWAPPED, 1)]
         better = np.where(lack[node[may]] < 0, tally.priorities - priority[may], priority[may])
-        found.append((part.ids[may], node[may] * (tally.priorities + 1) + better))
-    ids = np.concatenate([ids for ids, _ in found])
-    key = np.concatenate([key for _, key in found])
+        candidates.append((part.ids[may], node[may] * (tally.priorities + 1) + better))
+    ids = np.concatenate([ids for ids, _ in candidates])
+    key = np.concatenate([key for _, key in candidates])
     order = key.argsort(kind="stable")
     ids, node = ids[order], key[order] // (tally.priorities + 1)
     size = nbytes(ids)

@@ -50,10 +50,10 @@ class TorchRandom:
     @classmethod
     def seeded(cls, seed: int) -> TorchRandom:
         """Return the generator after `manual_seed(seed)`; only the low 32 bits count, as there."""
-        made = cls.__new__(cls)
-        made.bits = np.random.MT19937(0)
-        made.bits._legacy_seeding(seed & 0xFFFFFFFF)  # noqa: SLF001  init_genrand, as torch
-        return made
+        generator = cls.__new__(cls)
+        generator.bits = np.random.MT19937(0)
+        generator.bits._legacy_seeding(seed & 0xFFFFFFFF)  # noqa: SLF001  init_genrand, as torch
+        return generator
 
     def random(self, k: int) -> NDArray[np.uint32]:
         """Return the next k draws of 32 bits."""
@@ -141,16 +141,16 @@ def _settle(targets: Ints, held: Ints, there: Ints) -> tuple[Ints, Ints]:
     k = len(targets)
     steps = np.arange(k, dtype=np.int64)
     inside = np.flatnonzero((targets < k) & (targets != steps))
-    found = steps.copy()
-    found[targets[inside]] = inside  # of equal indices, numpy keeps the last one
+    sources = steps.copy()
+    sources[targets[inside]] = inside  # of equal indices, numpy keeps the last one
     while True:
-        further = found[found]
-        if np.array_equal(further, found):
+        further = sources[sources]
+        if np.array_equal(further, sources):
             break
-        found = further
-    found = held[found]
+        sources = further
+    sources = held[sources]
     order = np.argsort(targets, kind="stable")
     again = targets[order[1:]] == targets[order[:-1]]
     out = there.copy()
-    out[order[1:][again]] = found[order[:-1][again]]
-    return out, found
+    out[order[1:][again]] = sources[order[:-1][again]]
+    return out, sources

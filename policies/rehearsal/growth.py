@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.arrays import Ints, unique
-from creel.policies.rehearsal.content import UNLABELLED, Offered, kept, merged, mixed
+from creel.policies.rehearsal.memory_rows import UNLABELLED, Offered, kept, merged, mixed
 
 
 class Growth(NamedTuple):

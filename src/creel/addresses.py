@@ -58,9 +58,9 @@ def runtime_folder() -> Path | None:
 
 def taken(name: str, uid: int | None) -> NoDaemonError:
     """Return the error to raise if user `uid` holds the first address and there is no second."""
-    who = "somebody" if uid is None else f"user {uid}"
+    holder = "somebody" if uid is None else f"user {uid}"
     return NoDaemonError(
-        f"{who} holds the address of your daemon {name!r}, and there is no second one, since"
+        f"{holder} holds the address of your daemon {name!r}, and there is no second one, since"
         " XDG_RUNTIME_DIR is not a private folder of yours: choose another daemon.name"
     )
 
@@ -77,14 +77,14 @@ def held_by_another(name: str) -> int | None:
 
 def elsewhere(name: str) -> list[int]:
     """Return pids of this user's daemons of that name that see other files than this process."""
-    found = []
+    pids = []
     before, after = control_address(os.getuid(), name, "*").split("*")
     ours = {first_address(name), second_address(name)}
     for address in set(bound(before, after)) - ours:
         peer = listener_at(address)
         if peer is not None and peer.uid == os.getuid():
-            found.append(peer.pid)
-    return found
+            pids.append(peer.pid)
+    return pids
 
 
 def startable(name: str) -> bool:

@@ -147,15 +147,17 @@ def fields() -> dict[str, Field]:
     >>> fields()["memory.share"].default
     0.5
     """
-    found = {}
+    by_name = {}
     for section, kind in get_type_hints(Config).items():
         hints = get_type_hints(kind, include_extras=True)
         for field in msgspec.structs.fields(kind):
             meta = hints[field.name].__metadata__[0]
             unit = (meta.extra or {}).get("unit", "")
             about = str(meta.description)
-            found[f"{section}.{field.name}"] = Field(hints[field.name], unit, field.default, about)
-    return found
+            by_name[f"{section}.{field.name}"] = Field(
+                hints[field.name], unit, field.default, about
+            )
+    return by_name
 
 
 # --- values that depend on the machine ----------------------------------------------------
@@ -251,11 +253,11 @@ def config_files() -> list[Path]:
     """Return the configuration files that apply and exist (or are named), weakest first."""
     env = os.environ
     home = Path(env.get("XDG_CONFIG_HOME") or _expanded(env.get("HOME") or "~") / ".config")
-    found = [path for path in (SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
+    files = [path for path in (SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
     if named := env.get(_FILE):
-        return [*found, _expanded(named)]
+        return [*files, _expanded(named)]
     project = (folder / "creel.toml" for folder in _folders())
-    return found + [path for path in project if _is_file(path)][:1]
+    return files + [path for path in project if _is_file(path)][:1]
 
 
 def _folders() -> list[Path]:
@@ -319,9 +321,9 @@ def _read_toml(path: Path) -> dict[str, object]:
 
 def _env_key(name: str) -> str | None:
     """Return the dotted key that a variable sets; None if it is not a variable of creel."""
-    section, double, rest = name.removeprefix("CREEL_").lower().partition("__")
+    section, double, option = name.removeprefix("CREEL_").lower().partition("__")
     if double:
-        return _known(f"{section}.{rest}", name)
+        return _known(f"{section}.{option}", name)
     known = {"CREEL_" + key.replace(".", "__").upper(): key for key in fields()} | _SHORT
     meant = {n.replace("__", "_"): n for n in known}.get(name)
     if meant or (close := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):

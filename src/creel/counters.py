@@ -67,72 +67,137 @@ COUNTERS = (
     Counter("tier", "hits", "daemon", "", "creel_cache_hits", "Objects found in a tier."),
     Counter("tier", "misses", "daemon", "", "creel_cache_misses", "Objects not found in a tier."),
     Counter(
-        *("tier", "evictions", "daemon", "", "creel_cache_evictions", "Objects that left a tier."),
+        "tier",
+        "evictions",
+        "daemon",
+        "",
+        "creel_cache_evictions",
+        "Objects that left a tier.",
         label="reason",
     ),
     Counter(
-        *("tier", "used_nbytes", "daemon", "bytes", "creel_cache_bytes"),
+        "tier",
+        "used_nbytes",
+        "daemon",
+        "bytes",
+        "creel_cache_bytes",
         "Bytes of samples in a tier.",
         kind="gauge",
     ),
     Counter(
-        *("tier", "budget_nbytes", "daemon", "bytes", "creel_cache_budget_bytes"),
+        "tier",
+        "budget_nbytes",
+        "daemon",
+        "bytes",
+        "creel_cache_budget_bytes",
         "Bytes that a tier may hold.",
         kind="gauge",
     ),
     Counter(
-        *("tier", "samples", "daemon", "", "creel_cache_samples", "Decoded samples in a tier."),
+        "tier",
+        "samples",
+        "daemon",
+        "",
+        "creel_cache_samples",
+        "Decoded samples in a tier.",
         kind="gauge",
     ),
     Counter("tier", "spilled", "daemon", "", "creel_spilled", "Objects written to a tier."),
     Counter(
-        *("tier", "spilled_nbytes", "daemon", "bytes", "creel_spilled_bytes"),
+        "tier",
+        "spilled_nbytes",
+        "daemon",
+        "bytes",
+        "creel_spilled_bytes",
         "Bytes of objects written to a tier.",
     ),
     Counter(
-        *("source", "seconds", "daemon", "", "creel_read_seconds", "Time of a read."),
+        "source",
+        "seconds",
+        "daemon",
+        "",
+        "creel_read_seconds",
+        "Time of a read.",
         kind="histogram",
     ),
     Counter("source", "nbytes", "daemon", "bytes", "creel_read_bytes", "Bytes read."),
     Counter("source", "opens", "daemon", "", "creel_opens", "Files and objects opened."),
     Counter("source", "retries", "daemon", "", "creel_retries", "Reads tried again."),
     Counter(
-        *("source", "requests", "daemon", "", "creel_requests"),
+        "source",
+        "requests",
+        "daemon",
+        "",
+        "creel_requests",
         "Requests to an object store.",
         label="kind",
         members=REQUESTS,
     ),
     Counter(
-        *("source", "throttles", "daemon", "", "creel_throttles"),
+        "source",
+        "throttles",
+        "daemon",
+        "",
+        "creel_throttles",
         "Answers of an object store that asked for fewer requests (503, 429).",
     ),
     Counter("node", "errors", "daemon", "", "creel_errors", "Failures by kind.", label="kind"),
     Counter("rank", "batches", "delivery", "", "creel_batches", "Batches delivered.", "batches"),
     Counter("rank", "samples", "delivery", "", "creel_samples", "Samples delivered.", "samples"),
     Counter(
-        *("rank", "nbytes", "delivery", "bytes", "creel_sample_bytes"),
-        *("Bytes of samples delivered.", "bytes"),
+        "rank",
+        "nbytes",
+        "delivery",
+        "bytes",
+        "creel_sample_bytes",
+        "Bytes of samples delivered.",
+        "bytes",
     ),
     Counter(
-        *("rank", "direct_reads", "worker", "", "creel_direct_reads"),
-        *("Objects that a training process read itself.", "direct"),
+        "rank",
+        "direct_reads",
+        "worker",
+        "",
+        "creel_direct_reads",
+        "Objects that a training process read itself.",
+        "direct",
     ),
     Counter(
-        *("rank", "direct_nbytes", "worker", "bytes", "creel_direct_read_bytes"),
-        *("Bytes that a training process read itself.", "direct bytes"),
+        "rank",
+        "direct_nbytes",
+        "worker",
+        "bytes",
+        "creel_direct_read_bytes",
+        "Bytes that a training process read itself.",
+        "direct bytes",
     ),
     Counter(
-        *("rank", "failed", "daemon", "", "creel_failed_objects"),
-        *("Objects that the daemon could not read.", "failed"),
+        "rank",
+        "failed",
+        "daemon",
+        "",
+        "creel_failed_objects",
+        "Objects that the daemon could not read.",
+        "failed",
     ),
     Counter(
-        *("rank", "lead", "delivery", "s", "creel_lead_seconds"),
-        *("Time that batches lay ready until they were taken.", "mean lead"),
+        "rank",
+        "lead",
+        "delivery",
+        "s",
+        "creel_lead_seconds",
+        "Time that batches lay ready until they were taken.",
+        "mean lead",
         per="batches",
     ),
     Counter(
-        *("rank", "busy", "worker", "s", "creel_worker_busy_seconds"),
-        *("Time workers spent on batches.", "busy"),
+        "rank",
+        "busy",
+        "worker",
+        "s",
+        "creel_worker_busy_seconds",
+        "Time workers spent on batches.",
+        "busy",
         label="stage",
         members=("source", "decode", "collate", "handover"),
     ),
@@ -226,11 +291,15 @@ def report(counts: Mapping[str, int]) -> dict[str, Any]:
     >>> report({"batches": 2, "lead_ns": 3_000_000_000})
     {'batches': 2, 'lead_s': 3.0}
     """
-    told: dict[str, Any] = {}
-    for one in OF_RANKS:
-        found = [
-            counts[w] / 1e9 if one.unit == "s" else counts[w] for w in one.words if w in counts
+    values: dict[str, Any] = {}
+    for counter in OF_RANKS:
+        numbers = [
+            counts[w] / 1e9 if counter.unit == "s" else counts[w]
+            for w in counter.words
+            if w in counts
         ]
-        if found:
-            told[one.key] = dict(zip(one.members, found, strict=True)) if one.members else found[0]
-    return told
+        if numbers:
+            values[counter.key] = (
+                dict(zip(counter.members, numbers, strict=True)) if counter.members else numbers[0]
+            )
+    return values

@@ -316,7 +316,7 @@ class Deal(Message, frozen=True):
 
     Only a hint: with it, the nodes of `cluster` compute the same plan of what each keeps. No reply.
 
-    `among`: sample i is the object that `DealtSamples` said last; else it is object i. The rows
+    `object_of`: sample i is the object that `DealtSamples` said last; else it is object i. The rows
     that are replayed follow the samples there.
     """
 
@@ -330,7 +330,7 @@ class Deal(Message, frozen=True):
     batch: int
     seed: int
     remapped: bool = False
-    among: bool = False
+    object_of: bool = False
     replays: DealtReplays | None = None
 
 
@@ -387,14 +387,14 @@ class Wait(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """A command of the CLI or a loader; `what` is one of daemon/service/sockets/commands.py.
+    """A command of the CLI or a loader; `name` is one of daemon/service/sockets/commands.py.
 
     `args` are plain values, which the daemon checks. The answer is `CommandReply`.
     """
 
     token: str
     call: int
-    what: str
+    name: str
     args: dict[str, Any] = {}
 
 

@@ -20,11 +20,11 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: anything else.
     """
-    found = re.fullmatch(_NUMBER + r"([kmgtp]?)(i?)b?\s*", text, re.IGNORECASE)
-    if not found or (found[3] and not found[2]):
+    match = re.fullmatch(_NUMBER + r"([kmgtp]?)(i?)b?\s*", text, re.IGNORECASE)
+    if not match or (match[3] and not match[2]):
         raise ConfigError(f"{text!r} is not a size: write it like 64GiB, 100GB or 4096")
-    base = 1024.0 if found[3] else 1000.0
-    return _whole(text, float(found[1]) * base ** float(_POWERS[found[2].lower()]))
+    base = 1024.0 if match[3] else 1000.0
+    return _whole(text, float(match[1]) * base ** float(_POWERS[match[2].lower()]))
 
 
 def parse_count(text: str) -> int:
@@ -36,10 +36,10 @@ def parse_count(text: str) -> int:
     Raises:
         ConfigError: anything else.
     """
-    found = re.fullmatch(_NUMBER + r"([kmgt]?)\s*", text, re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(_NUMBER + r"([kmgt]?)\s*", text, re.IGNORECASE)
+    if not match:
         raise ConfigError(f"{text!r} is not a count: write it like 14.2M or 1281167")
-    return _whole(text, float(found[1]) * 1000.0 ** _POWERS[found[2].lower()])
+    return _whole(text, float(match[1]) * 1000.0 ** _POWERS[match[2].lower()])
 
 
 def _whole(text: str, value: float) -> int:
@@ -57,10 +57,10 @@ def parse_seconds(text: str) -> float:
     Raises:
         ConfigError: anything else.
     """
-    found = re.fullmatch(_NUMBER + r"([a-z]*)\s*", text)
-    if not found or found[2] not in _TIMES:
+    match = re.fullmatch(_NUMBER + r"([a-z]*)\s*", text)
+    if not match or match[2] not in _TIMES:
         raise ConfigError(f"{text!r} is not a duration: write it like 250ms, 30s, 10m or 1.5")
-    return float(found[1]) * _TIMES[found[2]]
+    return float(match[1]) * _TIMES[match[2]]
 
 
 def format_size(nbytes: float) -> str:

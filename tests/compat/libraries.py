@@ -92,14 +92,14 @@ class Net(torch.nn.Module):
 def digest(value: Any) -> str:
     """Return a digest of types, shapes and bits of tensors in nested containers."""
     if isinstance(value, torch.Tensor):
-        told: object = (str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes())
+        content: object = (str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes())
     elif isinstance(value, Mapping):
-        told = [(k, digest(v)) for k, v in value.items()]
+        content = [(k, digest(v)) for k, v in value.items()]
     elif isinstance(value, (list, tuple)):
-        told = [digest(v) for v in value]
+        content = [digest(v) for v in value]
     else:
-        told = value
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
+        content = value
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
 
 def seed() -> None:
@@ -215,7 +215,7 @@ def mmengine(run: Run) -> None:
             assert mode == "loss"
             return {"loss": torch.nn.functional.cross_entropy(self.net(x), y)}
 
-    made = runner.Runner(
+    training = runner.Runner(
         model=Model(),
         work_dir=str(run.folder / run.way),
         train_dataloader={
@@ -231,8 +231,8 @@ def mmengine(run: Run) -> None:
         log_level="ERROR",
         randomness={"seed": 5},
     )
-    made.train()
-    run.note(list(made.model.parameters()))
+    training.train()
+    run.note(list(training.model.parameters()))
 
 
 def torchdata(run: Run) -> None:

@@ -47,10 +47,10 @@ def outcomes(suite: Path, plugin: list[str], extra: list[str]) -> dict[str, str]
     run = subprocess.run(
         command, cwd=suite.parent, env=env, capture_output=True, text=True, check=False
     )
-    found = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(\S+)", run.stdout, re.MULTILINE)
-    if not found:
+    lines = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(\S+)", run.stdout, re.MULTILINE)
+    if not lines:
         sys.exit(f"the suite did not run:\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}")
-    return {name: outcome for outcome, name in found}
+    return {name: outcome for outcome, name in lines}
 
 
 def main() -> int:

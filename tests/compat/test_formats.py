@@ -197,8 +197,8 @@ def hugging_face(folder: Path) -> Any:
     """Return a map-style dataset of mapped Arrow files."""
     datasets = library("datasets")
     datasets.disable_progress_bars()
-    made = datasets.Dataset.from_dict({"x": [row(i).tolist() for i in range(N)]})
-    made.save_to_disk(str(folder / "arrow"))
+    data = datasets.Dataset.from_dict({"x": [row(i).tolist() for i in range(N)]})
+    data.save_to_disk(str(folder / "arrow"))
     return datasets.load_from_disk(str(folder / "arrow")).with_format("torch")
 
 
@@ -265,18 +265,18 @@ def test_batches_are_torchs_whatever_the_format(
     # A file that opens slowly is cached even if little of it is read; a busy machine is no reason.
     monkeypatch.setattr(observed, "QUICK_OPEN_NS", sys.maxsize)
 
-    def made(kind: str) -> Any:
+    def dataset(kind: str) -> Any:
         """Return a new dataset each time, as it may keep files open."""
         (tmp_path / kind).mkdir()
         return make(tmp_path / kind)
 
-    expected = batches(DataLoader, made("torch"), workers)
-    assert same(batches(creel.DataLoader, made("creel"), workers), expected)
-    assert same(batches(DataLoader, creel.wrap(made("wrapped")), workers), expected)
-    assert same(batches(creel.DataLoader, creel.wrap(made("both")), workers), expected)
+    expected = batches(DataLoader, dataset("torch"), workers)
+    assert same(batches(creel.DataLoader, dataset("creel"), workers), expected)
+    assert same(batches(DataLoader, creel.wrap(dataset("wrapped")), workers), expected)
+    assert same(batches(creel.DataLoader, creel.wrap(dataset("both")), workers), expected)
     with daemon.client("cli") as client:
-        found = client.ask("stats")["core"]["datasets"].values()
-    assert cached in {any(one["reads"] for one in found), None}
+        datasets = client.ask("stats")["core"]["datasets"].values()
+    assert cached in {any(row["reads"] for row in datasets), None}
 
 
 class Words:
@@ -340,11 +340,11 @@ def test_pydicom_reads_large_elements_later(tmp_path: Path) -> None:
             return 4
 
         def __getitem__(self, i: int) -> Any:
-            found = [pydicom.dcmread(tmp_path / str(i), defer_size=1000, force=True)]
+            elements = [pydicom.dcmread(tmp_path / str(i), defer_size=1000, force=True)]
             for buffering in (-1, 0):
                 with open(tmp_path / str(i), "rb", buffering) as f:  # noqa: PTH123
-                    found.append(pydicom.dcmread(f, defer_size=1000, force=True))
-            return [one.PixelData for one in found]
+                    elements.append(pydicom.dcmread(f, defer_size=1000, force=True))
+            return [element.PixelData for element in elements]
 
     ours = creel.DataLoader(creel.wrap(Dicom()), None, creel={"loader.direct": "never"})
     for _ in range(3):
@@ -378,7 +378,7 @@ def _rows(folder: Path) -> Any:
     datasets = library("datasets")
     datasets.disable_progress_bars()
     if not (folder / "hf").exists():
-        made = datasets.Dataset.from_dict(
+        data = datasets.Dataset.from_dict(
             {
                 "tokens": [row(i, 20_000 + i) for i in range(48)],
                 "text": [f"{i} " * 20_000 for i in range(48)],
@@ -386,7 +386,7 @@ def _rows(folder: Path) -> Any:
                 "left out": ["x" * 50_000] * 48,
             }
         )
-        made.save_to_disk(str(folder / "hf"), num_shards=2)
+        data.save_to_disk(str(folder / "hf"), num_shards=2)
     return datasets.load_from_disk(str(folder / "hf"))
 
 

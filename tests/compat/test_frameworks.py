@@ -417,7 +417,7 @@ def lightning_fit(  # noqa: C901  (the calls of one framework)
     save: tuple[int, Any] | None = None,
     validation: list[Any] | None = None,
     hook: bool = False,
-    found: list[Any] | None = None,
+    loaders: list[Any] | None = None,
     results: Path | None = None,
     **options: Any,
 ) -> Batches:
@@ -452,15 +452,15 @@ def lightning_fit(  # noqa: C901  (the calls of one framework)
 
         def on_train_end(self) -> None:
             loader = self.trainer.train_dataloader
-            if found is not None:
-                found.append(loader)
+            if loaders is not None:
+                loaders.append(loader)
             if results is not None:
-                told = (
+                classes = (
                     type(loader).__name__,
                     type(loader.sampler).__name__,
                     getattr(loader, "creel", 0),
                 )
-                torch.save((self.seen, told), results / f"{self.global_rank}.pt")
+                torch.save((self.seen, classes), results / f"{self.global_rank}.pt")
 
     class Hooked(Module):
         def train_dataloader(self) -> Any:
@@ -548,8 +548,8 @@ def test_lightning_resumes_the_epoch_where_it_was(data: Any, tmp_path: Path, wor
 
     whole = lightning_fit(make, save=(17, saved))
     seed(99)
-    rest = lightning_fit(make, checkpoint=saved)
-    assert_same(rest[:-1], whole[17:-1])
+    resumed = lightning_fit(make, checkpoint=saved)
+    assert_same(resumed[:-1], whole[17:-1])
 
 
 def test_lightning_gives_each_rank_its_share_and_keeps_the_options(
@@ -567,9 +567,9 @@ def test_lightning_gives_each_rank_its_share_and_keeps_the_options(
 
         lightning_fit(make, strategy="ddp_fork", devices=2, results=results)
         seen.append([torch.load(results / f"{r}.pt", weights_only=False) for r in range(2)])
-    for (theirs, _), (ours, told) in zip(*seen, strict=True):
+    for (theirs, _), (ours, classes) in zip(*seen, strict=True):
         assert_same(ours, theirs)
-        assert told == ("DataLoader", "DistributedSampler", daemon_name)
+        assert classes == ("DataLoader", "DistributedSampler", daemon_name)
 
 
 # --- Hugging Face's datasets ---------------------------------------------------------------------

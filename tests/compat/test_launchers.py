@@ -206,10 +206,10 @@ def test_ray_train_gives_each_worker_torchs_batches_on_a_node_of_its_own(
     assert done.returncode == 0, done.stderr[-3000:]
     nodes = set()
     for rank in range(WORLD):
-        told = rows(out / str(rank))
-        nodes |= {node for node, *_ in told}
-        assert {module.partition(".")[0] for _, module, *_ in told} == {"creel"}
-        batches = [batch for *_, batch in told]
+        notes = rows(out / str(rank))
+        nodes |= {node for node, *_ in notes}
+        assert {module.partition(".")[0] for _, module, *_ in notes} == {"creel"}
+        batches = [batch for *_, batch in notes]
         assert batches == [batch for epoch in dealt(rank) for batch in epoch]
     assert len(nodes) == WORLD
 

@@ -23,9 +23,9 @@ def trained(name: str, way: str, folder: Path) -> Any:
     """Return what `libraries.py` prints."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     program = Program(Path(libraries.__file__).read_text(), name, way, str(folder), env=environment)
-    told, errors = program.communicate()
+    output, errors = program.communicate()
     assert program.returncode == 0, errors[-3000:]
-    return json.loads(told.splitlines()[-1])
+    return json.loads(output.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", libraries.LIBRARIES)

@@ -76,10 +76,10 @@ def row(i: int) -> Any:
 
 
 def picture(i: int) -> bytes:
-    found = io.BytesIO()
+    file = io.BytesIO()
     pixels = np.random.default_rng(i).integers(0, 255, (8, 8, 3)).astype("uint8")
-    library("PIL.Image").fromarray(pixels).save(found, "jpeg")
-    return found.getvalue()
+    library("PIL.Image").fromarray(pixels).save(file, "jpeg")
+    return file.getvalue()
 
 
 def folder(name: str) -> Path:
@@ -354,7 +354,7 @@ def test_jax_keras_and_grain_take_what_the_recipe_gives_them(
     digits()
     seen = Seen(monkeypatch)
     model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss=lambda _, found: keras.ops.mean(found))
+    model.compile(optimizer="sgd", loss=lambda _, output: keras.ops.mean(output))
 
     class Twice(Files):
         def __getitem__(self, index: int) -> Any:
@@ -417,7 +417,7 @@ def test_tensorboard_shows_the_scalars_that_the_page_writes(
             assert len(list(loader)) == N // 4
             exec(code, {"loader": loader, "writer": writer, "step": step})
     shown = read.EventAccumulator("log").Reload()
-    assert [one.value for one in shown.Scalars("creel/batches/all")] == [N // 4, 2 * N // 4]
+    assert [scalar.value for scalar in shown.Scalars("creel/batches/all")] == [N // 4, 2 * N // 4]
     assert {f"creel/stall_s/{cause}" for cause in CAUSES} <= set(shown.Tags()["scalars"])
     assert json.loads(json.dumps(loader.stats())) == loader.stats()  # what wandb takes
 

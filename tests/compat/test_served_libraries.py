@@ -248,12 +248,12 @@ def test_a_library_reads_from_the_source_what_torch_does_and_then_nothing(
         loader: Any = kind(
             dataset, 4, True, num_workers=1, persistent_workers=True, generator=order
         )
-        found = []
+        samples = []
         for _ in range(4):
             source.reset()  # type: ignore[no-untyped-call]
-            found += list(loader)
+            samples += list(loader)
             reads.append(source.totals()["reads"])  # type: ignore[no-untyped-call]
-        batches.append(found)
+        batches.append(samples)
     assert same(batches[0], batches[1])
     # A file that decord, in C, has opened is read once more to fill the cache: at times at once. Of
     # a mapped file the kernel reads what lies around.

@@ -82,12 +82,12 @@ def loader(paths: list[str], seed: int = 0, workers: int = 2, **kwargs: Any) -> 
 
 def numbers(batch: list[torch.Tensor], contents: list[bytes]) -> list[int]:
     """Return the numbers of the files in a batch; each must be whole and right."""
-    found = []
+    seen = []
     for sample in batch:
         data = sample.numpy().tobytes()
-        found.append(int.from_bytes(data[:4], "little"))
-        assert data == contents[found[-1]], f"file {found[-1]}"
-    return found
+        seen.append(int.from_bytes(data[:4], "little"))
+        assert data == contents[seen[-1]], f"file {seen[-1]}"
+    return seen
 
 
 def epoch(batches: Any, contents: list[bytes]) -> list[int]:
@@ -228,10 +228,10 @@ def test_a_read_that_never_ends_runs_into_the_timeout_and_holds_up_no_end(
         list(batches)
     daemon = daemon_of(served)
     daemon.terminate()
-    until(lambda: gone(daemon.pid), what="the daemon ends")
+    until(lambda: gone(daemon.pid), event="the daemon ends")
     slow.set(stall=0)
     del batches
-    until(lambda: set(psutil.Process().children()) <= before, what="the workers end")
+    until(lambda: set(psutil.Process().children()) <= before, event="the workers end")
 
 
 # --- strangers ----------------------------------------------------------------------------------
@@ -361,12 +361,12 @@ def test_after_a_fork_both_go_on(paths: list[str], contents: list[bytes]) -> Non
     pid = os.fork()
     if not pid:  # the child, where no code of pytest may run
         with contextlib.suppress(BaseException):
-            rest = epoch(batches, contents)
-            os._exit(int(sorted(begun + rest) != list(range(N))))
+            remaining = epoch(batches, contents)
+            os._exit(int(sorted(begun + remaining) != list(range(N))))
         os._exit(2)
-    rest = epoch(batches, contents)
+    remaining = epoch(batches, contents)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert sorted(begun + rest) == list(range(N))
+    assert sorted(begun + remaining) == list(range(N))
 
 
 @pytest.mark.usefixtures("served")
@@ -380,7 +380,7 @@ def test_threads_train_side_by_side(paths: list[str], contents: list[bytes]) -> 
         thread.start()
     for thread in work:
         thread.join()
-    assert [sorted(one) for one in seen] == [list(range(N))] * 3
+    assert [sorted(order) for order in seen] == [list(range(N))] * 3
 
 
 def test_a_drained_daemon_is_replaced(paths: list[str], contents: list[bytes], served: str) -> None:
@@ -392,7 +392,7 @@ def test_a_drained_daemon_is_replaced(paths: list[str], contents: list[bytes], s
             daemon = daemon_of(served)
             daemon.terminate()
     assert sorted(seen) == list(range(N))
-    until(lambda: gone(daemon.pid), what="it drains")
+    until(lambda: gone(daemon.pid), event="it drains")
     assert sorted(epoch(train, contents)) == list(range(N))
 
 
@@ -425,7 +425,7 @@ def test_ctrl_c_is_one_short_story_and_leaves_nothing(
         _, said = process.communicate()
         assert said.count("Traceback") == (number == signal.SIGINT), said
         assert "Exception ignored" not in said
-    until(lambda: all(gone(p.pid) for p in family), what=f"all end: {family}")
+    until(lambda: all(gone(p.pid) for p in family), event=f"all end: {family}")
 
 
 @pytest.mark.usefixtures("embedded")

@@ -42,7 +42,7 @@ def rounds(seed: int) -> Iterator[tuple[int, list[int], list[int]]]:
         yield version, ids[:24].tolist(), ids[24:48].tolist()
 
 
-def churn(path: str, seed: int, told: Connection) -> None:
+def churn(path: str, seed: int, pipe: Connection) -> None:
     """Store and drop objects until killed; report what was stored after each round."""
     store = DiskStore(path, BUDGET, keep_free=0)
     store.attach("data", OBJECTS)
@@ -53,7 +53,7 @@ def churn(path: str, seed: int, told: Connection) -> None:
             for i, n in zip(ids, sizes(version, ids), strict=True)
         ]
         stored, _ = store.write("data", np.array(ids), data, np.full(len(ids), version))
-        told.send(stored.tolist())
+        pipe.send(stored.tolist())
 
 
 def killed_after(path: Path, seed: int, many: int) -> dict[int, tuple[int, int]]:
@@ -62,17 +62,17 @@ def killed_after(path: Path, seed: int, many: int) -> dict[int, tuple[int, int]]
     process = multiprocessing.Process(target=churn, args=(str(path), seed, theirs), daemon=True)
     process.start()
     theirs.close()
-    told = [mine.recv() for _ in range(many)]
+    writes = [mine.recv() for _ in range(many)]
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     try:
         while mine.poll():
-            told.append(mine.recv())
+            writes.append(mine.recv())
     except EOFError:
         pass
     mine.close()
     held: dict[int, tuple[int, int]] = {}
-    for (version, gone, ids), stored in zip(rounds(seed), told, strict=False):
+    for (version, gone, ids), stored in zip(rounds(seed), writes, strict=False):
         for i in gone:
             held.pop(i, None)
         for i, nbytes, good in zip(ids, sizes(version, ids), stored, strict=True):
@@ -89,7 +89,7 @@ def test_killed_again_and_again_it_gives_no_wrong_byte_and_finds_nearly_all(tmp_
     SEEDS=4 kills it 60 times.
     """
     rng = np.random.default_rng(50)
-    expected = found = 0
+    expected = right_bytes = 0
     kills = seeds(15)
     for kill in kills:
         held = killed_after(tmp_path, kill, int(rng.integers(1, 12)))
@@ -105,11 +105,11 @@ def test_killed_again_and_again_it_gives_no_wrong_byte_and_finds_nearly_all(tmp_
             assert data == content(i, got[1], n), f"kill {kill}: object {i} has wrong bytes"
             if held.get(i) == (got[1], n):
                 right.add(i)
-        expected, found = expected + len(held), found + len(right)
-        store.forget("data")
+        expected, right_bytes = expected + len(held), right_bytes + len(right)
+        store.remove("data")
         store.close()
     assert expected > len(kills) * 100
-    assert found >= 0.95 * expected
+    assert right_bytes >= 0.95 * expected
 
 
 @pytest.fixture
@@ -149,9 +149,9 @@ def test_a_disk_without_room_for_the_index_ends_the_tier_once(
     store = DiskStore(str(small_disk), 4 * MIB, keep_free=0)
     store.attach("data", 10)
     assert store.write("data", np.array([0]), [[memoryview(b"x")]], np.ones(1, np.int64))[0].all()
-    rest = os.statvfs(small_disk)
+    status = os.statvfs(small_disk)
     with (small_disk / "others").open("wb") as others:
-        others.write(bytes(rest.f_bavail * rest.f_frsize))
+        others.write(bytes(status.f_bavail * status.f_frsize))
     for i in range(1, 10):
         stored, full = store.write(
             "data", np.array([i]), [[memoryview(b"x")]], np.ones(1, np.int64)

@@ -78,27 +78,31 @@ class Ranks:
     def __init__(
         self, folder: Path, state: Any, world: int, batch: int, workers: int, *more: str
     ) -> None:
-        words = str(folder), str(batch), str(workers), *more
         env = {**os.environ, "WORLD_SIZE": str(world)}
-        self.ranks = [Program(TRAIN, *words, env={**env, "RANK": str(r)}) for r in range(world)]
-        for one in self.ranks:
-            print(json.dumps(state), file=one.stdin, flush=True)
+        self.ranks = [
+            Program(
+                TRAIN, str(folder), str(batch), str(workers), *more, env={**env, "RANK": str(r)}
+            )
+            for r in range(world)
+        ]
+        for process in self.ranks:
+            print(json.dumps(state), file=process.stdin, flush=True)
 
     def step(self) -> list[Any]:
         """Return what each rank says of its next batch: its records, and the loader's state."""
-        said = [json.loads(one.stdout.readline() or "null") for one in self.ranks]
-        for one in self.ranks:
-            print("go", file=one.stdin, flush=True)
+        said = [json.loads(process.stdout.readline() or "null") for process in self.ranks]
+        for process in self.ranks:
+            print("go", file=process.stdin, flush=True)
         return said
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self.ranks:
-            one.kill()
-            one.wait()
-            for pipe in (one.stdin, one.stdout, one.stderr):
+        for process in self.ranks:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
                 with suppress(BrokenPipeError):
                     pipe.close()
 

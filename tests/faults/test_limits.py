@@ -110,7 +110,7 @@ def test_where_torch_finishes_creel_does(
     said = []
     for which in ("torch", "creel"):
         program = Program(
-            *(_SCRIPT, which, limit, str(more), kind, str(workers), str(root), daemon_name)
+            _SCRIPT, which, limit, str(more), kind, str(workers), str(root), daemon_name
         )
         out, errors = program.communicate()
         assert program.returncode == 0, errors[-3000:]

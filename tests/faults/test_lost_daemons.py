@@ -34,8 +34,8 @@ pytestmark = [
 
 def finished(ranks: list[Rank], epoch: int, cores: Cores) -> None:
     """Check that the batches of an epoch are torch's and that no rank waited long for one."""
-    for rank, one in enumerate(ranks):
-        said = one.next("epoch")["epoch"]
+    for rank, program in enumerate(ranks):
+        said = program.next("epoch")["epoch"]
         assert said["digest"] == jobs.digest(FILES, rank, WORLD, epoch)
         assert said["slowest"] < LONG_S or not cores.spare()
 
@@ -50,8 +50,8 @@ def test_objects_that_a_lost_daemon_held_are_read_once_more_at_most(fault: str) 
         with jobs.job(cluster, WORLD, words, memory, more=more) as ranks:
             for epoch in range(FAULT):
                 finished(ranks, epoch, cores)
-            for one in ranks:
-                while one.next("half")["half"] < FAULT:
+            for program in ranks:
+                while program.next("half")["half"] < FAULT:
                     pass
             before = int(storage.totals()["opens"])
             strike(cluster, fault)
@@ -59,7 +59,7 @@ def test_objects_that_a_lost_daemon_held_are_read_once_more_at_most(fault: str) 
                 finished(ranks, epoch, cores)
             until_last = int(storage.totals()["opens"])
             finished(ranks, EPOCHS - 1, cores)
-            peers = [one.next("stats")["stats"]["tiers"].get("peers", {}) for one in ranks]
+            peers = [program.next("stats")["stats"]["tiers"].get("peers", {}) for program in ranks]
             opens = int(storage.totals()["opens"])
     # A daemon in the place of one that was killed has counted since its start: its peers serve it.
     assert min(tier["hits"] for tier in peers) > 0

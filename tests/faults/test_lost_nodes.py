@@ -65,9 +65,9 @@ def running() -> Iterator[Job]:
             yield Job(cluster, storage, ranks, int(storage.totals()["opens"]), cores)
 
 
-def check(one: Rank, rank: int, epoch: int, cores: Cores) -> None:
+def check(trainer: Rank, rank: int, epoch: int, cores: Cores) -> None:
     """Check that the batches are torch's and that no rank waited long for one."""
-    said = one.next("epoch")["epoch"]
+    said = trainer.next("epoch")["epoch"]
     assert said["digest"] == jobs.digest(FILES, rank, WORLD, epoch)
     assert said["slowest"] < LONG_S or not cores.spare()
 

@@ -200,7 +200,7 @@ def test_a_killed_trainer_leaves_nothing_behind(
     trainer.communicate()
     until(
         lambda: all(gone(p.pid) for p in family),
-        what=f"workers and daemon end with the trainer: {family}",
+        event=f"workers and daemon end with the trainer: {family}",
     )
 
 

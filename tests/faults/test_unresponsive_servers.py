@@ -51,12 +51,12 @@ QUESTIONS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("what", QUESTIONS)
-def test_every_request_has_the_deadline(silent: str, what: str) -> None:
-    with pytest.raises(CreelError) as told:
-        QUESTIONS[what](silent)
-    assert silent.rpartition("/")[2] in str(told.value)  # the host, by its port
-    assert "there is no" not in str(told.value)
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_request_has_the_deadline(silent: str, question: str) -> None:
+    with pytest.raises(CreelError) as raised:
+        QUESTIONS[question](silent)
+    assert silent.rpartition("/")[2] in str(raised.value)  # the host, by its port
+    assert "there is no" not in str(raised.value)
 
 
 def test_one_hung_object_delays_no_other_batch(
@@ -71,7 +71,7 @@ def test_one_hung_object_delays_no_other_batch(
     dataset = creel.FileDataset(uris, nbytes=[1] * 64)
     settings = {"daemon.name": daemon_name, "fetch.deadline_s": 60, "loader.hung_s": 60}
     loader = creel.DataLoader(
-        *(dataset, 4), num_workers=2, in_order=False, collate_fn=_bytes_of, creel=settings
+        dataset, 4, num_workers=2, in_order=False, collate_fn=_bytes_of, creel=settings
     )
     batches = iter(loader)
     got = [next(batches) for _ in range(14)]
@@ -127,11 +127,11 @@ def test_a_wait_is_named_and_ends_in_an_error(
     }
     dataset = creel.FileDataset([f"{silent}/{i}" for i in range(4)], nbytes=[5] * 4)
     loader = creel.DataLoader(dataset, batch_size=2, num_workers=workers, creel=settings)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(SourceError, match=silent):
             list(loader)
-    stalls = [str(w.message) for w in told if issubclass(w.category, StallWarning)]
+    stalls = [str(w.message) for w in caught if issubclass(w.category, StallWarning)]
     assert len(stalls) == 1
     assert f"waiting for the daemon to read {silent}/" in stalls[0] or (
         workers and "waiting for the daemon" in stalls[0]

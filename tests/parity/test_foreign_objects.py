@@ -70,7 +70,7 @@ def batches_of(cls: Any, dataset: Any, **arguments: Any) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("arguments", [{"batch_sampler": Batches}, {"sampler": Singles}], ids=str)
-@pytest.mark.parametrize("workers, error", [*((0, one) for one in RAISES), (2, ValueError)])
+@pytest.mark.parametrize("workers, error", [*((0, error) for error in RAISES), (2, ValueError)])
 def test_what_torch_does_not_call_may_raise(
     workers: int, error: type[Exception], arguments: dict[str, Any], monkeypatch: Any
 ) -> None:
@@ -101,8 +101,8 @@ def finish(worker: int) -> None:
 
 def test_a_dataset_may_be_unfinished_until_a_worker_has_it() -> None:
     given: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "worker_init_fn": finish}
-    wanted, found = ([b.tolist() for b in cls(Unfinished(), **given)] for cls in CLASSES)
-    assert found == wanted
+    wanted, got = ([b.tolist() for b in cls(Unfinished(), **given)] for cls in CLASSES)
+    assert got == wanted
 
 
 class OfOnesOwn(DistributedSampler[Any]):
@@ -122,5 +122,5 @@ CLASSES = (DataLoader, creel.DataLoader)
 def test_a_sampler_may_be_one_of_torch_s_in_name_only(workers: int) -> None:
     data: Any = range(9)
     given: Any = {"sampler": OfOnesOwn(range(9)), "batch_size": 2, "num_workers": workers}
-    wanted, found = ([b.tolist() for b in cls(data, **given)] for cls in CLASSES)
-    assert found == wanted
+    wanted, got = ([b.tolist() for b in cls(data, **given)] for cls in CLASSES)
+    assert got == wanted

@@ -25,13 +25,13 @@ def make(tmp_path: Path) -> Callable[..., Any]:
     for i in range(N):
         (tmp_path / f"{i:02}").write_bytes(bytes([i]) * 8)
 
-    def made(kind: str, labels: object) -> Any:
+    def dataset(kind: str, labels: object) -> Any:
         if kind == "rows":
             return creel.RecordDataset(tmp_path / "rows", torch.uint8, 8, labels=labels)
         paths = [tmp_path / f"{i:02}" for i in range(N)]
         return creel.FileDataset(paths, labels=labels, nbytes=kind == "files")
 
-    return made
+    return dataset
 
 
 def plain(batch: Any) -> Any:
@@ -47,11 +47,11 @@ GIVEN: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["rows", "files"])
-@pytest.mark.parametrize("what", GIVEN)
+@pytest.mark.parametrize("change_of", GIVEN)
 def test_labels_are_copied_when_they_are_given(
-    make: Callable[..., Any], kind: str, what: str, workers: int
+    make: Callable[..., Any], kind: str, change_of: str, workers: int
 ) -> None:
-    start, change = GIVEN[what]
+    start, change = GIVEN[change_of]
     given = start()
     data = make(kind, given)
     seen: list[int] = []

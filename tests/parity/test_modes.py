@@ -99,9 +99,9 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def _outcome(what: Callable[[], object]) -> str:
+def _outcome(code: Callable[[], object]) -> str:
     try:
-        return repr(what())
+        return repr(code())
     except (Warning, FloatingPointError) as e:
         return repr(e)
 

@@ -57,25 +57,25 @@ class Noisy(Dataset[Any]):
 
 
 def memory(per_batch: int = 4, budget: int | None = 20) -> creel.Rehearsal:
-    made = creel.Rehearsal(per_batch, budget=budget)
+    memory_of_old = creel.Rehearsal(per_batch, budget=budget)
     old = Noisy(OLD, 1000)
-    made.add(old, old.targets)
-    return made
+    memory_of_old.add(old, old.targets)
+    return memory_of_old
 
 
-def switched_off(monkeypatch: pytest.MonkeyPatch, how: str) -> dict[str, Any]:
+def switched_off(monkeypatch: pytest.MonkeyPatch, mode: str) -> dict[str, Any]:
     """Return the options of a loader that is served by creel, by creel alone, or by torch."""
-    if how == "disabled":
+    if mode == "disabled":
         monkeypatch.setenv("CREEL_DISABLE", "1")
-    return {"creel": False} if how == "no daemon" else {}
+    return {"creel": False} if mode == "no daemon" else {}
 
 
-@pytest.mark.parametrize("how", ["creel", "no daemon", "disabled"])
+@pytest.mark.parametrize("mode", ["creel", "no daemon", "disabled"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_new_samples_are_those_of_a_loader_without_a_memory(
-    workers: int, how: str, monkeypatch: pytest.MonkeyPatch
+    workers: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = switched_off(monkeypatch, how) | {"num_workers": workers, "shuffle": True}
+    options = switched_off(monkeypatch, mode) | {"num_workers": workers, "shuffle": True}
     data, rows = Noisy(NEW), memory()
     seeded = [torch.Generator().manual_seed(1) for _ in range(2)]
     alone: Any = DataLoader(data, 8, True, generator=seeded[0], num_workers=workers)
@@ -84,14 +84,14 @@ def test_new_samples_are_those_of_a_loader_without_a_memory(
     assert len(loader) == 5
     assert len(loader.dataset) == NEW
     assert loader.indices.tolist() == loader.replayed.tolist() == []
-    found = []
+    batches = []
     for batch in itertools.chain(loader, loader):
         new, old = batch[0][:-4].tolist(), batch[0][-4:].tolist()
-        found.append(new)
+        batches.append(new)
         assert loader.indices.tolist() == [*new, *(NEW + loader.replayed)]
         assert old == [rows.dataset[row][0] for row in loader.replayed.tolist()]
         assert [1000 + uid for uid in rows.uids[loader.replayed].tolist()] == old
-    assert found == wanted
+    assert batches == wanted
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -223,11 +223,11 @@ def set_up(worker: int) -> None:
     data.calls += 1
 
 
-@pytest.mark.parametrize("how", ["no daemon", "disabled"])
+@pytest.mark.parametrize("mode", ["no daemon", "disabled"])
 @pytest.mark.parametrize("seeding", [None, "sample"])
 @pytest.mark.parametrize("subsets", [False, True])
 def test_a_worker_init_fn_sets_up_the_dataset_of_each_task(
-    subsets: bool, seeding: Any, how: str, monkeypatch: pytest.MonkeyPatch
+    subsets: bool, seeding: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is called with each of them, and leaves the worker as without a memory."""
     tasks: list[Any] = [Drawing(n, first) for n, first in ((NEW, 0), (20, 1000), (20, 2000))]
@@ -240,7 +240,7 @@ def test_a_worker_init_fn_sets_up_the_dataset_of_each_task(
     options = {"num_workers": 2, "worker_init_fn": set_up, "seeding": seeding}
     torch.manual_seed(3)
     theirs = columns(creel.DataLoader(tasks[0], 8, creel=False, **options))
-    options |= switched_off(monkeypatch, how)
+    options |= switched_off(monkeypatch, mode)
     torch.manual_seed(3)
     ours = columns(creel.DataLoader(tasks[0], 8, rehearsal=rows, **options))
     for batch, alone in zip(ours, theirs, strict=True):
@@ -317,13 +317,13 @@ def reads(
         )
         for _ in range(4):
             for batch in loader:
-                assert [len(one) for one in batch] == [nbytes(one[0]) for one in batch]
+                assert [len(sample) for sample in batch] == [nbytes(sample[0]) for sample in batch]
         assert loader.stats()["direct_reads"] == 0
         del loader
         rows.add(task)
     client = connections.connected(daemon["daemon.name"])
     assert client is not None
-    return [one["reads"] for one in client.ask("stats")["sources"]]
+    return [source["reads"] for source in client.ask("stats")["sources"]]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -384,7 +384,7 @@ def test_the_daemon_knows_in_the_first_epoch_that_a_job_rehearses(
     assert client is not None
     until(
         lambda: [d["policy"] for d in client.ask("stats")["core"]["datasets"].values()] == ["far"],
-        what="the policy of a job that rehearses",
+        event="the policy of a job that rehearses",
     )
     assert len(list(batches)) == 9
 
@@ -404,14 +404,14 @@ def test_a_daemon_is_told_so_in_the_first_epoch_without_a_plan(
 ) -> None:
     """No piece of a plan comes with which it could be told, and the nodes ask each other then."""
     monkeypatch.setattr(batch_stream, "SAMPLES", 10)
-    told = []
-    monkeypatch.setattr(Session, "tell_samples", lambda *_, **how: told.append(how))
+    options = []
+    monkeypatch.setattr(Session, "tell_samples", lambda *_, **given: options.append(given))
     task, memory = files(tmp_path / "data", 60), creel.Rehearsal(2)
     loader = creel.DataLoader(
         task, 6, sampler=OwnOrder(), collate_fn=list, rehearsal=memory, creel=daemon
     )
     assert len(list(loader)) == 10
-    assert told == [{"rehearsed": True}]
+    assert options == [{"rehearsed": True}]
 
 
 # --- ranks --------------------------------------------------------------------------------------
@@ -426,8 +426,8 @@ def replayed(_rank: int, **options: Any) -> Any:
 
 
 def test_ranks_without_a_distributed_sampler_replay_disjoint_rows(tmp_path: Path) -> None:
-    found = ranks(replayed, tmp_path, 4)
-    for step in zip(*found, strict=True):
+    rows_of = ranks(replayed, tmp_path, 4)
+    for step in zip(*rows_of, strict=True):
         assert len({row for rows in step for row in rows}) == 12
 
 
@@ -439,11 +439,11 @@ def test_ranks_of_a_group_replay_alike_and_other_groups_other_rows(
     def act(rank: int) -> Any:
         return replayed(rank, replicate=2, num_workers=workers)
 
-    found = ranks(act, tmp_path, 4)
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-    for one, other in zip(found[0], found[2], strict=True):
-        assert len({*one, *other}) == 6
+    rows_of = ranks(act, tmp_path, 4)
+    assert rows_of[0] == rows_of[1]
+    assert rows_of[2] == rows_of[3]
+    for row, other in zip(rows_of[0], rows_of[2], strict=True):
+        assert len({*row, *other}) == 6
 
 
 # --- the example --------------------------------------------------------------------------------
@@ -465,8 +465,8 @@ def one_thread() -> Iterator[None]:
 def test_a_memory_keeps_the_examples_network_from_forgetting() -> None:
     """One seed; `examples/continual.py --check` has ten, and more ways."""
     pytest.importorskip("sklearn")
-    found = runpy.run_path(str(EXAMPLE))
-    ways, final = found["WAYS"], found["final"]
+    names = runpy.run_path(str(EXAMPLE))
+    ways, final = names["WAYS"], names["final"]
     assert final(ways["incremental"], 0) <= 25
     assert final(ways["rehearsal, 20 %"], 0) >= 80
 

@@ -28,13 +28,13 @@ from creel.errors import ConfigError
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("how", ["creel", "no daemon", "disabled"])
+@pytest.mark.parametrize("mode", ["creel", "no daemon", "disabled"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.usefixtures("either_way")
 def test_indices_name_the_samples_of_each_batch(
-    workers: int, how: str, monkeypatch: pytest.MonkeyPatch
+    workers: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = switched_off(monkeypatch, how)
+    options = switched_off(monkeypatch, mode)
     loader: Any = creel.DataLoader(Noisy(NEW), 4, True, num_workers=workers, **options)
     for _ in range(2):
         for step, batch in enumerate(loader):
@@ -47,11 +47,11 @@ def test_indices_name_the_samples_of_each_batch(
     assert [loader.indices.tolist() for loader in [single] for _ in single] == [[5], [3]]
 
 
-@pytest.mark.parametrize("how", ["no daemon", "disabled"])
+@pytest.mark.parametrize("mode", ["no daemon", "disabled"])
 def test_indices_fit_batches_that_come_as_they_are_ready(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = switched_off(monkeypatch, how)
+    options = switched_off(monkeypatch, mode)
     loader: Any = creel.DataLoader(
         Noisy(NEW), 3, True, num_workers=3, in_order=False, rehearsal=memory(2), **options
     )
@@ -78,7 +78,7 @@ def test_a_loader_that_is_switched_off_counts_and_serves_threads_as_torchs(
     batches = Meeting(SequentialSampler(range(NEW)), 4, False)
     loader: Any = creel.DataLoader(Noisy(NEW), batch_sampler=batches, **options)
     with ThreadPoolExecutor(3) as pool:
-        iterators = [found.result(30) for found in [pool.submit(iter, loader) for _ in range(3)]]
+        iterators = [future.result(30) for future in [pool.submit(iter, loader) for _ in range(3)]]
     assert [len(it) for it in iterators] == [len(loader)] * 3
     for it in iterators:
         assert [loader.indices.tolist() for batch in it] == [
@@ -93,12 +93,12 @@ class Keyed(Dataset[Any]):
         return key
 
 
-@pytest.mark.parametrize("how", ["no daemon", "disabled"])
+@pytest.mark.parametrize("mode", ["no daemon", "disabled"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_raised_is_not_the_last_one(
-    workers: int, how: str, monkeypatch: pytest.MonkeyPatch
+    workers: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = switched_off(monkeypatch, how)
+    options = switched_off(monkeypatch, mode)
 
     class Broken(Noisy):
         def __getitem__(self, index: int) -> Any:
@@ -260,6 +260,9 @@ def test_rows_of_tensors_are_read_like_any() -> None:
     rows.add(TensorDataset(torch.arange(100, 110)))
     data = TensorDataset(torch.arange(4))
     loader: Any = creel.DataLoader(data, 2, sampler=SequentialSampler(data), rehearsal=rows)
-    found = [(batch[0].tolist(), (100 + loader.replayed).tolist()) for batch in loader]
-    assert found == [([0, 1, *found[0][1]], found[0][1]), ([2, 3, *found[1][1]], found[1][1])]
-    assert len({*found[0][1], *found[1][1]}) == 4
+    batches = [(batch[0].tolist(), (100 + loader.replayed).tolist()) for batch in loader]
+    assert batches == [
+        ([0, 1, *batches[0][1]], batches[0][1]),
+        ([2, 3, *batches[1][1]], batches[1][1]),
+    ]
+    assert len({*batches[0][1], *batches[1][1]}) == 4

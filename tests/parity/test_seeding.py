@@ -108,15 +108,15 @@ def epochs(make: Callable[..., Any], count: int = 2, **given: Any) -> list[Any]:
     random.seed(6)
     np.random.seed(7)
     loader = make(**given)
-    found = [[_plain(batch) for batch in loader] for _ in range(count)]
-    found.append([torch.rand(1).item(), random.random(), np.random.rand()])  # the trainer's own
-    return found
+    values = [[_plain(batch) for batch in loader] for _ in range(count)]
+    values.append([torch.rand(1).item(), random.random(), np.random.rand()])  # the trainer's own
+    return values
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def loader(dataset: Any = None, **given: Any) -> Any:
@@ -127,9 +127,9 @@ def loader(dataset: Any = None, **given: Any) -> Any:
 def test_batches_are_those_of_a_dataset_that_seeds_itself_for_any_number_of_workers() -> None:
     def by_hand() -> Any:
         dataset = SeededByHand()
-        made = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True)
+        torchs = torch.utils.data.DataLoader(dataset, batch_size=4, shuffle=True)
         for _ in range(2):
-            batches = iter(made)
+            batches = iter(torchs)
             dataset.base_seed = int(batches._base_seed)
             yield batches
 
@@ -142,11 +142,11 @@ def test_batches_are_those_of_a_dataset_that_seeds_itself_for_any_number_of_work
 class _Flat:
     """Iterates iterators in turn."""
 
-    def __init__(self, made: Iterator[Any]) -> None:
-        self._made = made
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        return next(self._made)
+        return next(self._batches)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,9 @@ class _Flat:
         ({"dataset": "wrapped"}, False),
         ({"dataset": "wrapped"}, True),
     ],
-    ids=lambda one: (",".join(one) or "plain") if isinstance(one, dict) else str(one),
+    ids=lambda options: (
+        (",".join(options) or "plain") if isinstance(options, dict) else str(options)
+    ),
 )
 def test_batches_are_equal_for_any_workers_with_creel_on_or_off(
     given: dict[str, Any], persistent: bool, monkeypatch: pytest.MonkeyPatch
@@ -175,15 +177,15 @@ def test_batches_are_equal_for_any_workers_with_creel_on_or_off(
     if given.get("dataset") == "wrapped":  # made here: while it lives, each fork prepares it
         given = {"dataset": creel.wrap(Noisy())}
     ways = [0, 1, 3] if not persistent else [1, 2]
-    found = []
+    results = []
     for off, numbers in (("0", ways), ("1", ways[-1:])):
         monkeypatch.setenv("CREEL_DISABLE", off)
         for workers in numbers:
             more = {"num_workers": workers, "persistent_workers": persistent}
-            found.append(epochs(loader, count=3, **given, **more))
-    for one in found[1:]:
-        assert one == found[0]
-    first, second, third, _ = found[0]
+            results.append(epochs(loader, count=3, **given, **more))
+    for result in results[1:]:
+        assert result == results[0]
+    first, second, third, _ = results[0]
     assert first != second != third != first
 
 
@@ -207,7 +209,7 @@ def test_a_sample_is_the_same_in_batches_of_another_size() -> None:
 def test_a_resume_in_mid_epoch_is_exact_with_another_number_of_workers(
     weighted: bool, persistent: bool
 ) -> None:
-    def made(workers: int) -> Any:
+    def loader_of(workers: int) -> Any:
         generator = torch.Generator().manual_seed(11)
         order: dict[str, Any] = {"generator": generator}
         if weighted:
@@ -216,10 +218,10 @@ def test_a_resume_in_mid_epoch_is_exact_with_another_number_of_workers(
         stays = persistent and workers > 0
         return loader(num_workers=workers, persistent_workers=stays, **order)
 
-    whole = made(2)
+    whole = loader_of(2)
     wanted = [[_plain(batch) for batch in whole] for _ in range(3)]
     for workers in (0, 1, 3) if not persistent else (1, 3):
-        first = made(2)
+        first = loader_of(2)
         _ = list(first)
         it = iter(first)
         for _ in range(3):
@@ -227,21 +229,21 @@ def test_a_resume_in_mid_epoch_is_exact_with_another_number_of_workers(
         state = first.state_dict()
         del it, first
         torch.manual_seed(99)
-        resumed = made(workers)
+        resumed = loader_of(workers)
         resumed.load_state_dict(state)
         assert [_plain(batch) for batch in resumed] == wanted[1][3:]
         assert [_plain(batch) for batch in resumed] == wanted[2]
 
 
 def test_an_epoch_after_a_finished_one_goes_on_as_persistent_workers_would() -> None:
-    def made() -> Any:
+    def loader_of() -> Any:
         return loader(num_workers=1, persistent_workers=True, shuffle=False)
 
-    whole = made()
+    whole = loader_of()
     wanted = [[_plain(batch) for batch in whole] for _ in range(3)]
     state = whole.state_dict()
     wanted.append([_plain(batch) for batch in whole])
-    resumed = made()
+    resumed = loader_of()
     resumed.load_state_dict(state)
     assert [_plain(batch) for batch in resumed] == wanted[3]
 
@@ -251,29 +253,29 @@ def test_training_goes_on_exactly_after_a_worker_was_killed(kill_at: int) -> Non
     torch.manual_seed(5)
     wanted = [_plain(batch) for batch in loader(num_workers=2, batch_size=1)]
     torch.manual_seed(5)
-    made = loader(num_workers=2, batch_size=1)
-    it: Any = iter(made)
-    found = [_plain(next(it)) for _ in range(kill_at + 1)]
+    trained = loader(num_workers=2, batch_size=1)
+    it: Any = iter(trained)
+    batches = [_plain(next(it)) for _ in range(kill_at + 1)]
     it._workers[kill_at % 2].kill()
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        found.extend(map(_plain, it))
-    state = made.state_dict()
+        batches.extend(map(_plain, it))
+    state = trained.state_dict()
     resumed = loader(num_workers=3, batch_size=1)
     resumed.load_state_dict(state)
-    assert found + [_plain(batch) for batch in resumed] == wanted
+    assert batches + [_plain(batch) for batch in resumed] == wanted
 
 
 @pytest.mark.parametrize("on_error", ["skip", "substitute"])
 @pytest.mark.parametrize("repeats", [False, True])
 def test_batches_with_bad_samples_are_equal_for_any_workers(on_error: str, repeats: bool) -> None:
-    def made(workers: int) -> Any:
+    def batches_of(workers: int) -> Any:
         order: dict[str, Any] = {"shuffle": True}
         if repeats:
             order = {"shuffle": False, "sampler": WeightedRandomSampler([1.0] * _N, 40)}
         return epochs(loader, dataset=Broken(), on_error=on_error, num_workers=workers, **order)
 
-    inline = made(0)
-    assert inline == made(1) == made(3)
+    inline = batches_of(0)
+    assert inline == batches_of(1) == batches_of(3)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -309,9 +311,9 @@ def test_an_init_fn_sees_the_dataset_and_spawned_workers_seed_alike(
 def test_the_last_batch_has_numbers_with_creel_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CREEL_DISABLE", "1")
     for size in (4, None):
-        made = loader(batch_size=size, num_workers=1)
-        for batch in made:
-            assert made.indices.tolist() == np.atleast_1d(np.asarray(batch[0])).tolist()
+        trained = loader(batch_size=size, num_workers=1)
+        for batch in trained:
+            assert trained.indices.tolist() == np.atleast_1d(np.asarray(batch[0])).tolist()
 
 
 def jittered(row: torch.Tensor) -> torch.Tensor:

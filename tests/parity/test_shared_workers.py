@@ -52,7 +52,9 @@ def loader(dataset: Any = None, **given: Any) -> Any:
         # a long message
         ({"dataset": Noisy(6000), "batch_size": 2500, "prefetch_factor": 1}, False),
     ],
-    ids=lambda one: (",".join(one) or "plain") if isinstance(one, dict) else str(one),
+    ids=lambda options: (
+        (",".join(options) or "plain") if isinstance(options, dict) else str(options)
+    ),
 )
 def test_batches_are_those_of_own_workers_with_seeds_per_sample(
     given: dict[str, Any], persistent: bool
@@ -147,11 +149,11 @@ def test_several_workers_make_each_batch_where_their_times_differ(
     monkeypatch.setattr(concurrency, "_JOIN", float("inf"))
     given: dict[str, Any] = {"dataset": Uneven(60), "num_workers": 4}
     torch.manual_seed(3)
-    made = [(plain(batch), len(set(who.tolist()))) for batch, who in loader(**given)]
+    batches = [(plain(batch), len(set(makers.tolist()))) for batch, makers in loader(**given)]
     torch.manual_seed(3)
     own = [plain(batch) for batch, _ in loader(**given, workers="own", seeding="sample")]
-    assert [batch for batch, _ in made] == own
-    assert max(count for _, count in made[8:]) > 1
+    assert [batch for batch, _ in batches] == own
+    assert max(count for _, count in batches[8:]) > 1
 
 
 @pytest.mark.parametrize(
@@ -182,9 +184,9 @@ def test_a_collate_of_ones_own_sees_whole_batches() -> None:
 def test_rows_of_the_daemon_are_the_same(shared: dict[str, Any], tmp_path: Path) -> None:
     np.arange(40 * 6, dtype=np.float32).tofile(tmp_path / "rows")
     rows = creel.RecordDataset(tmp_path / "rows", torch.float32, (6,), transform=jittered)
-    how: dict[str, Any] = {"dataset": rows, "creel": shared, "persistent_workers": True}
-    wanted = epochs(loader, workers="own", seeding="sample", **how)
-    assert epochs(loader, **how) == wanted == epochs(loader, num_workers=3, **how)
+    options: dict[str, Any] = {"dataset": rows, "creel": shared, "persistent_workers": True}
+    wanted = epochs(loader, workers="own", seeding="sample", **options)
+    assert epochs(loader, **options) == wanted == epochs(loader, num_workers=3, **options)
 
 
 # --- deaths ---------------------------------------------------------------------------------------
@@ -205,22 +207,22 @@ def test_killed_workers_cost_no_batch(seed: int) -> None:
     # In parts: none, the first batches, all.
     slow.seconds, slow.times = ((0.002, 1), (0.01, 1), (0.005, 8))[seed % 3]
     given: dict[str, Any] = {"dataset": slow, "num_workers": 4, "persistent_workers": True}
-    made, found = loader(**given), []
+    trained, got = loader(**given), []
     torch.manual_seed(5)
     wanted = epochs(loader, **given)
     torch.manual_seed(5)
     for epoch in range(2):  # two workers die, and two go on
         at, batches = r.randrange(15), []
-        it: Any = iter(made)
+        it: Any = iter(trained)
         for number in range(15):
             if number == at:
                 time.sleep(r.random() * 0.02)  # at any moment of a worker
                 it._workers[epoch].kill()
             batch = next(it)
-            batches.append([one.tolist() for one in batch])
+            batches.append([part.tolist() for part in batch])
         assert next(it, None) is None
-        found.append(batches)
-    assert found == wanted[:2]
+        got.append(batches)
+    assert got == wanted[:2]
 
 
 class Deadly(Noisy):
@@ -234,18 +236,18 @@ class Deadly(Noisy):
 
 def test_the_third_death_at_a_batch_is_torchs_error() -> None:
     it: Any = iter(loader(Deadly(), num_workers=4, shuffle=False))
-    found: list[Any] = []
+    got: list[Any] = []
     with pytest.raises(RuntimeError, match=r"pid\(s\) \d+, \d+, \d+\) exited unexpectedly") as e:
-        found.extend(batch.tolist() for batch in it)
+        got.extend(batch.tolist() for batch in it)
     assert "exit code 7" in str(e.value.__cause__)
-    found += [batch.tolist() for batch in it]  # those that had arrived, as under torch
-    assert found == sorted(found)
-    assert not any(13 in batch for batch in found)
+    got += [batch.tolist() for batch in it]  # those that had arrived, as under torch
+    assert got == sorted(got)
+    assert not any(13 in batch for batch in got)
 
 
 def test_without_any_worker_left_it_is_torchs_error() -> None:
-    made = loader(Slow(), num_workers=2)
-    it: Any = iter(made)
+    trained = loader(Slow(), num_workers=2)
+    it: Any = iter(trained)
     next(it)
     for process in it._workers:
         process.kill()
@@ -270,10 +272,10 @@ class Once(Noisy):
 def test_a_batch_at_which_one_worker_died_is_made_again() -> None:
     dataset = Once()
     try:
-        found = epochs(loader, 1, dataset=dataset)
+        got = epochs(loader, 1, dataset=dataset)
     finally:
         os.close(dataset.fd)
-    assert found == epochs(loader, 1)
+    assert got == epochs(loader, 1)
 
 
 # --- arguments ------------------------------------------------------------------------------------

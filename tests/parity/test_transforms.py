@@ -123,15 +123,15 @@ def records(path: Path, **more: Any) -> RecordDataset:
     return RecordDataset(path, "int32", _LENGTH, **more)
 
 
-def told(batch: Any) -> Any:
+def described(batch: Any) -> Any:
     """Return everything observable of a batch: types, dtypes, shapes, strides and bits."""
     if isinstance(batch, torch.Tensor):
         seen = batch.detach()
         return str(seen.dtype), batch.stride(), batch.requires_grad, seen.tolist()
     if isinstance(batch, dict):
-        return type(batch), [(k, told(v)) for k, v in batch.items()]
+        return type(batch), [(k, described(v)) for k, v in batch.items()]
     if isinstance(batch, (list, tuple)):
-        return type(batch), [told(v) for v in batch]
+        return type(batch), [described(v) for v in batch]
     return type(batch), batch
 
 
@@ -140,7 +140,7 @@ def epochs(cls: Any, data: Any, **more: Any) -> list[Any]:
     torch.manual_seed(3)
     loader = cls(data, **more)
     kept = [list(loader) for _ in range(2)]
-    return [told(batch) for epoch in kept for batch in epoch]
+    return [described(batch) for epoch in kept for batch in epoch]
 
 
 LABELS = (None, range(_COUNT), [str(i) for i in range(_COUNT)])
@@ -272,7 +272,7 @@ def test_attributes_assigned_within_an_epoch_are_seen_where_torch_sees_them(
             loader = cls(data, 9, **more)
             for epoch in range(2):
                 for i, batch in enumerate(loader):
-                    out.append(told(batch))
+                    out.append(described(batch))
                     if (epoch, i) == (0, 4):
                         assign()
         return out

@@ -90,13 +90,13 @@ def other_indices(folder: Path) -> tuple[Any, list[Any]]:
 
 def other_parts(folder: Path) -> tuple[Any, list[Any]]:
     halves = [Subset(dataset("rows", folder), range(i, i + 20)) for i in (0, 100)]
-    one: Any = ConcatDataset(halves)
-    both: Any = StackDataset(one, ConcatDataset(halves[::-1]))
+    joined: Any = ConcatDataset(halves)
+    both: Any = StackDataset(joined, ConcatDataset(halves[::-1]))
     whole: Any = Subset(both, range(40))
     return whole, [
-        lambda: setattr(both, "datasets", (both.datasets[1], one)),
-        lambda: setattr(one, "datasets", [*halves[::-1]]),
-        lambda: setattr(whole, "dataset", one),
+        lambda: setattr(both, "datasets", (both.datasets[1], joined)),
+        lambda: setattr(joined, "datasets", [*halves[::-1]]),
+        lambda: setattr(whole, "dataset", joined),
     ]
 
 
@@ -160,7 +160,7 @@ def test_a_batch_that_cannot_be_collated_fails_in_torchs_words(
 ) -> None:
     """Batches without samples, and numbers that are not tensors."""
 
-    def told(cls: Any, **more: Any) -> list[str]:
+    def words(cls: Any, **more: Any) -> list[str]:
         data = RecordDataset(folder / "records.bin", "u1", 96, labels=labels)
         batches = [[3, 4], [], [5]]
         loader = cls(data, batch_sampler=batches, num_workers=workers, **more)
@@ -173,7 +173,7 @@ def test_a_batch_that_cannot_be_collated_fails_in_torchs_words(
         assert next(it, None) is None  # otherwise torch waits 10 s for its workers
         return out
 
-    assert told(creel.DataLoader, creel=shared) == told(torch.utils.data.DataLoader)
+    assert words(creel.DataLoader, creel=shared) == words(torch.utils.data.DataLoader)
 
 
 @pytest.mark.parametrize(

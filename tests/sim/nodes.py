@@ -130,7 +130,7 @@ class Nodes:
         self._began = [0] * nodes  # the epoch with which each core began
         self._skipped = [0] * nodes  # steps of that epoch that it was not told of
         self._next_step = 0  # of the present epoch
-        self._limits = SilenceLimits.among(nodes)
+        self._limits = SilenceLimits.of_nodes(nodes)
         self.silence = [Silence(node, nodes, -10.0, self._limits) for node in range(nodes)]
         for node in range(nodes):
             self.shells.append(self.shell(self, node))
@@ -203,16 +203,16 @@ class Nodes:
             self.silence[other].refused(node, self.now - 1000)
         self._tell_views()
 
-    def restart(self, node: int, *, rest: bool = False) -> None:
+    def restart(self, node: int, *, rested: bool = False) -> None:
         """Bring a node back, with a daemon that holds nothing.
 
-        `rest`: its rank tells it of the steps that are left, as a loader does in mid-epoch.
+        `rested`: its rank tells it of the steps that are left, as a loader does in mid-epoch.
         """
         epoch = self._known - 2
         self.gone.discard(node)
         self.dead.discard(node)
         self.shells[node], self._began[node] = self.shell(self, node), epoch
-        self._skipped[node] = self._next_step if rest else 0
+        self._skipped[node] = self._next_step if rested else 0
         self._begin(node)
         self.silence[node] = Silence(node, len(self.shells), self.now, self._limits)
         self._again.add(node)
@@ -267,8 +267,7 @@ class Nodes:
         capacity = np.full(nodes, self.capacity)
         disks = np.array([(nbytes, 1) for nbytes in self._disks], np.int64)
         names = tuple(map(str, range(nodes)))
-        rest = disks, _CLUSTER, names
-        view = ClusterView(node, np.arange(nodes), capacity, origin, *rest)
+        view = ClusterView(node, np.arange(nodes), capacity, origin, disks, _CLUSTER, names)
         return replace(view, again=node in self._again)
 
     def _tell(self, node: int, epoch: int) -> None:
@@ -360,6 +359,9 @@ class Nodes:
         self.counts["peer"] += int(here.sum())
         self.counts["refused"] += int((~here).sum())
         asked = sent + _APART_S * node - answer.age
-        columns = answer.nbytes.copy(), answer.version.copy(), np.maximum(asked, 0.0)
-        self.shells[node].feed(Fetched(action.fetch, *columns))
+        self.shells[node].feed(
+            Fetched(
+                action.fetch, answer.nbytes.copy(), answer.version.copy(), np.maximum(asked, 0.0)
+            )
+        )
         self.shells[origin].feed(PeerServed(answer.request))

@@ -161,7 +161,7 @@ class Replay:
         self._number = 0
         self._reads = 0
         self._nbytes = 0
-        self._told = 0
+        self._published = 0
         self._step = 0
         self._now = 0.0
 
@@ -173,9 +173,9 @@ class Replay:
         job = self._job
         reads, direct, begun, stall = self._reads, self._failed(), self._now, 0.0
         nbytes = self._nbytes
-        while self._told < min(epoch + 1 + job.ahead, len(job.epochs)):
-            self._tell(self._told)
-            self._told += 1
+        while self._published < min(epoch + 1 + job.ahead, len(job.epochs)):
+            self._tell(self._published)
+            self._published += 1
         for _ in range(_steps(job, epoch)):
             stall += self._wait()
             self._step += 1

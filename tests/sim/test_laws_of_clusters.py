@@ -156,12 +156,12 @@ def test_objects_that_a_restarted_daemon_held_are_read_once_more(
         nonlocal lost
         lost = int(nodes.shells[node].held().sum())
         nodes.lose(node)
-        nodes.restart(node, rest=True)
+        nodes.restart(node, rested=True)
 
     runs = [*nodes.run(1, restart, part), *nodes.run(3)]
     assert sum(counts["shared"] for counts in runs) == 1
     undisturbed = Nodes(4, order, held).run(6)[2:]
-    extra = [one["source"] - other["source"] for one, other in zip(runs, undisturbed, strict=True)]
+    extra = [run["source"] - other["source"] for run, other in zip(runs, undisturbed, strict=True)]
     assert sum(extra) <= 1.05 * lost
     assert extra[-1] <= 0.01 * order.samples
     # It refuses what it is to give up in this epoch: the reader keeps it.

@@ -43,13 +43,13 @@ class JobSets(Nodes):
     def __init__(self, sets: list[list[int]], memory: float, disk: float = 0.0) -> None:
         """`memory`, `disk`: parts of the dataset that each node holds."""
         self.sets = sets
-        self.told = [0] * len(sets)  # epochs of each job
+        self.published = [0] * len(sets)  # epochs of each job
         self.running: set[int] = set()
         self.tick = 0
         self.began = [0] * len(sets)  # the tick at which each job began
         self.following: set[int] = set()
         self.by_hash: list[frozenset[str]] = [frozenset() for _ in sets]
-        nodes = len({node for one in sets for node in one})
+        nodes = len({node for members in sets for node in members})
         super().__init__(nodes, JobOrder(SAMPLES, 1, SAMPLES, BATCH, 0), memory * nodes, disk=disk)
 
     def job_order(self, job: int, epoch: int) -> JobOrder:
@@ -66,11 +66,10 @@ class JobSets(Nodes):
         me, count = nodes.index(node), len(nodes)
         origin = np.array(nodes) + _ORIGINS * job
         origin[me] = SOURCE
-        disks = np.array([(self._disks[one], 1) for one in nodes], np.int64)
+        disks = np.array([(self._disks[node], 1) for node in nodes], np.int64)
         capacity = np.full(count, self.capacity)
-        names, by_hash = tuple(f"n{one}" for one in nodes), self.by_hash[job]
-        rest = disks, f"c{job}", names, by_hash
-        return ClusterView(me, np.arange(count), capacity, origin, *rest)
+        names, by_hash = tuple(f"n{node}" for node in nodes), self.by_hash[job]
+        return ClusterView(me, np.arange(count), capacity, origin, disks, f"c{job}", names, by_hash)
 
     def go(self, ticks: int) -> Counter[str]:
         """Let all running jobs take as many steps; return the counts."""
@@ -98,8 +97,10 @@ class JobSets(Nodes):
 
     def hear(self, job: int) -> None:
         """Tell the nodes of a job its present epoch and the next."""
-        while self.told[job] < (self.tick - self.began[job]) // self.job_order(job, 0).steps + 2:
-            epoch, nodes = self.told[job], self.sets[job]
+        while (
+            self.published[job] < (self.tick - self.began[job]) // self.job_order(job, 0).steps + 2
+        ):
+            epoch, nodes = self.published[job], self.sets[job]
             order = self.job_order(job, epoch)
             ends = np.arange(1, order.steps + 1) * BATCH
             for rank, node in enumerate(nodes):
@@ -112,7 +113,7 @@ class JobSets(Nodes):
                         if job in self.following
                         else EpochDealt(job + 2, epoch, order, view)
                     )
-            self.told[job] += 1
+            self.published[job] += 1
 
     def beat(self) -> None:
         """Tell each node what the others of each of its clusters say of their plans."""
@@ -156,7 +157,7 @@ class JobSets(Nodes):
 
 def alone(sets: list[list[int]], memory: float) -> float:
     """Return the reads of all jobs in an `EPOCH` if each had its nodes to itself (law L1)."""
-    return sum(max(1 - len(one) * memory, 0) * len(one) / 2 for one in sets) * SAMPLES
+    return sum(max(1 - len(nodes) * memory, 0) * len(nodes) / 2 for nodes in sets) * SAMPLES
 
 
 SETS = {
@@ -239,11 +240,23 @@ def test_the_node_that_is_asked_ranks_above_the_one_that_asks(seed: int) -> None
     asked: dict[int, NDArray[np.int64]] = {}  # by node: the node that it asks for each object
     for node in set(np.concatenate(sets).tolist()):
         views = []
-        for nodes in (one for one in sets if node in one):
-            names, disk = tuple(f"n{one}" for one in nodes), np.zeros((len(nodes), 2), np.int64)
-            rest = np.where(nodes == node, SOURCE, nodes), disk, "", names
+        for nodes in (some for some in sets if node in some):
+            names, disk = (
+                tuple(f"n{node_id}" for node_id in nodes),
+                np.zeros((len(nodes), 2), np.int64),
+            )
             me = nodes.tolist().index(node)
-            views.append(ClusterView(me, np.arange(len(nodes)), np.ones(len(nodes), int), *rest))
+            views.append(
+                ClusterView(
+                    me,
+                    np.arange(len(nodes)),
+                    np.ones(len(nodes), int),
+                    np.where(nodes == node, SOURCE, nodes),
+                    disk,
+                    "",
+                    names,
+                )
+            )
         homes = Homes(views)
         asked[node] = np.where(homes.mine(ids), node, homes.origins(ids))
         assert 0 < homes.share < 1
@@ -253,5 +266,5 @@ def test_the_node_that_is_asked_ranks_above_the_one_that_asks(seed: int) -> None
     for node in asked:
         home = np.full(len(ids), node)
         for _ in asked:
-            home = np.array([asked[one][i] for i, one in zip(at, home, strict=True)])
-        assert all(asked[one][i] == one for i, one in zip(at, home, strict=True))
+            home = np.array([asked[holder][i] for i, holder in zip(at, home, strict=True)])
+        assert all(asked[holder][i] == holder for i, holder in zip(at, home, strict=True))

@@ -201,17 +201,19 @@ def holders(order: JobOrder, n: int, nodes: int, capacity: int) -> list[np.ndarr
     deals, context = Deals(view), Context(np.full(nodes, capacity), n)
     uses = NextUses(n)
     policy = ClusterEviction(np.zeros(n, np.uint8), np.zeros(n, np.int32), uses, 0, deals)
-    found = []
+    copies = []
     for epoch in range(3):
         for e in range(epoch, epoch + 4):  # each time another rank of the node may have said it
-            among = None if order.among is None else SampleObjects(order.among.objects.copy())
-            deals.orders[e] = order._replace(seed=100 + e, among=among)
+            object_of = (
+                None if order.object_of is None else SampleObjects(order.object_of.objects.copy())
+            )
+            deals.orders[e] = order._replace(seed=100 + e, object_of=object_of)
         policy.epoch_began(uses, epoch)
         task = policy.planning_task(context)
         assert task is not None
         policy.retention_planned(task, placed := task.plan())
-        found.append(placed.holder)  # type: ignore[attr-defined]  # a `Placed`
-    return found
+        copies.append(placed.holder)  # type: ignore[attr-defined]  # a `Placed`
+    return copies
 
 
 @pytest.mark.parametrize("f", [0.4, 0.8])
@@ -221,10 +223,10 @@ def test_a_part_of_a_dataset_is_placed_as_if_it_were_all(f: float) -> None:
     capacity = int(f * n / nodes)
     objects = np.random.default_rng(0).permutation(3 * n)[:n].astype(np.int32)
     others = np.setdiff1d(np.arange(3 * n), objects)
-    among = SampleObjects(objects)
+    object_of = SampleObjects(objects)
     order = JobOrder(n, nodes, n // nodes, 8, 100)
     alone = holders(order, n, nodes, capacity)
-    part = holders(order._replace(among=among), 3 * n, nodes, capacity)
+    part = holders(order._replace(object_of=object_of), 3 * n, nodes, capacity)
     for whole, some in zip(alone, part, strict=True):
         assert np.array_equal(some[objects], whole)
         assert (some[others] == nobody(some)).all()
@@ -249,9 +251,9 @@ def test_the_simulator_counts_what_real_cores_do(nodes: int, f: float) -> None:
     memory = int(f * n / nodes)
     scenario = Scenario(nodes=nodes, samples=n, nbytes=1, memory=memory, batch=4, epochs=epochs)
     simulated = list(replay(scenario))[first:]
-    source = np.mean([one["source"] for one in counts]) / n
+    source = np.mean([count["source"] for count in counts]) / n
     assert source == pytest.approx(np.mean([e.source for e in simulated]), abs=0.005)
-    remote = np.mean([one["peer"] for one in counts]) / n
+    remote = np.mean([count["peer"] for count in counts]) / n
     assert remote == pytest.approx(np.mean([e.remote for e in simulated]), abs=0.012)
 
 

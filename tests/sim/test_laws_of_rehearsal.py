@@ -16,8 +16,8 @@ from creel.daemon.core.cluster.silence import Silence
 from creel.daemon.core.events import DatasetGrew, EpochDealt, SamplesTold
 from creel.messages import Close
 from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
-from creel.policies.rehearsal.content import Offered, kept, mixed
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.memory_rows import Offered, kept, mixed
+from creel.policies.rehearsal.replay_passes import Passes
 
 TASKS, TASK, EPOCHS, BATCH, EACH = 4, 416, 3, 4, 2
 SAMPLES = TASKS * TASK
@@ -46,7 +46,7 @@ def order(task: int, epoch: int, budget: int) -> JobOrder:
     """Return the order of an epoch of a task on four ranks."""
     samples = alive(task, budget)
     seed = 100 * task + epoch
-    dealt = JobOrder(TASK, RANKS, TASK // RANKS, BATCH, seed, among=samples)
+    dealt = JobOrder(TASK, RANKS, TASK // RANKS, BATCH, seed, object_of=samples)
     if not task:
         return dealt
     passes = Passes(len(samples.objects) - TASK, EACH, RANKS, task)

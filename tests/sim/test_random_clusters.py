@@ -65,8 +65,12 @@ class Watched(Shell):
             assert action.offset == NOWHERE
             left = np.arange(len(self.offset["d"]))[action.ids]
             for job, done in self.done.items():
-                held = self._position(done), self._position(self.ready[job].ready)
-                assert not np.isin(left, self.plans[job][slice(*held)]).any(), "under a reader"
+                assert not np.isin(
+                    left,
+                    self.plans[job][
+                        slice(self._position(done), self._position(self.ready[job].ready))
+                    ],
+                ).any(), "under a reader"
         super().do(action)
 
     def _position(self, step: int) -> int:

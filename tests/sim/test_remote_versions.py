@@ -30,13 +30,13 @@ def test_of_remote_files_one_node_asks_for_all(nodes: int, held: float) -> None:
     cluster = Nodes(nodes, job(nodes), held, remote=True, recheck="open")
     counts = cluster.run(4)
     assert counts[0]["source"] == 960
-    assert sum(one["checked"] for one in counts) <= 0.06 * 960
+    assert sum(count["checked"] for count in counts) <= 0.06 * 960
 
 
 def test_of_local_files_each_node_asks_once() -> None:
     """The same path on another node may be another file."""
     cluster = Nodes(4, job(4), 1.1, recheck="open")
-    checked = sum(one["checked"] for one in cluster.run(6))
+    checked = sum(count["checked"] for count in cluster.run(6))
     assert 2 * 960 <= checked <= 3 * 960
 
 

@@ -167,12 +167,12 @@ class Run:
 
 def _session(leader: int) -> list[int]:
     """Return the processes of a session."""
-    found = []
+    pids = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(pid) == leader and not gone(pid):
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def _segments() -> set[str]:

@@ -141,8 +141,8 @@ class Program:
         """Write some statements between two epochs."""
         for template in self._random.sample(data.changes, self._of(0, 1, 1, 2, 4)):
             i, j, *some = (self._random.randrange(self._n) for _ in range(7))
-            k, how = self._random.randrange(2, 1000), repr(self._of(*HOW))
-            self._say(template.format(i=i, j=j, some=some, k=k, how=how, n=data.size))
+            k, text = self._random.randrange(2, 1000), repr(self._of(*HOW))
+            self._say(template.format(i=i, j=j, some=some, k=k, how=text, n=data.size))
 
     # --- datasets -------------------------------------------------------------------------------
 
@@ -266,14 +266,14 @@ class Program:
 
     def _kept(self) -> Data:
         files, changes = self._files(alike=False)
-        how = self._of("open", "text", "mapped", "descriptor", "memmap", "fromfile", "creel.open")
+        way = self._of("open", "text", "mapped", "descriptor", "memmap", "fromfile", "creel.open")
         config = self._maybe("config", "'config'")
         self._say("rewrite('config', 5)")
         limit = self._of(*LIMITS)
-        name = self._assign(f"kept(Reads({files}, {how!r}{config}), {limit})")
+        name = self._assign(f"kept(Reads({files}, {way!r}{config}), {limit})")
         if self._chance(0.5):
             name = self._assign(f"creel.datasets.Transformed({name}, in_place)")
-        changes = [one for one in changes if one not in SETTINGS]
+        changes = [change for change in changes if change not in SETTINGS]
         changes += ["rewrite('config', {k})"] * (3 if config else 0)
         data = Data(name, self._n, changes=changes)
         if self._chance(0.3):
@@ -284,12 +284,12 @@ class Program:
         files, changes = self._files(alike=False)
         kind = self._of("Own", "Own", "Declared", "Declared", "Counted", "Several")
         own = self._of("open", "text", "mapped", "descriptor", "memmap", "fromfile")
-        how = self._of(own, "creel.open", "creel.read")
+        way = self._of(own, "creel.open", "creel.read")
         more = self._maybe("transform", "widen", "in_place", "as_dict", "noise")
         labels = self._maybe("labels", f"torch.arange({self._n})")
         config = self._maybe("config", "'config'")
         self._say("rewrite('config', 5)")
-        name = self._assign(f"{kind}({files}, {how!r}{more}{labels}{config})")
+        name = self._assign(f"{kind}({files}, {way!r}{more}{labels}{config})")
         changes += [
             *["rewrite('config', {k})"] * (3 if config else 0),
             *[f"{name}.labels.add_({{k}})"] * bool(labels),

@@ -98,7 +98,7 @@ def _play(
     names.clear()
     gc.collect()
     userland.shown.append(("children left", len(multiprocessing.active_children())))
-    writer.send([(what, _short(value)) for what, value in userland.shown])
+    writer.send([(words, _short(value)) for words, value in userland.shown])
 
 
 def _short(value: Any) -> str:

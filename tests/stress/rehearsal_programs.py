@@ -202,13 +202,13 @@ class RehearsalProgram:
         """Return creel's loader, or torch's if there are no options."""
         generator = torch.Generator().manual_seed(self.seed) if self.generator else None
         given = self.arguments(task, generator)
-        rest: dict[str, Any] = {
+        common: dict[str, Any] = {
             "num_workers": self.workers,
             "persistent_workers": self.persistent,
             "generator": generator,
         }
         if options is not None:
-            return creel.DataLoader(task, rehearsal=memory, creel=options, **given, **rest)
+            return creel.DataLoader(task, rehearsal=memory, creel=options, **given, **common)
         if "batch_sampler" in given:
             data, batches = memory.over(task, given["batch_sampler"], None)
         else:
@@ -218,7 +218,7 @@ class RehearsalProgram:
                 sampler = RandomSampler(task, generator=generator) if shuffled else None
             sampler = SequentialSampler(task) if sampler is None else sampler
             data, batches = memory.over(task, sampler, self.batch, self.drop_last)
-        return DataLoader(data, batch_sampler=batches, **rest)
+        return DataLoader(data, batch_sampler=batches, **common)
 
     # --- training -------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ def main(seconds: float) -> int:
     with Booted() as machine:
         assert not machine.failed, machine.failed
         machine.run(str(CREEL), "service", "install", "--system")
-        made = 'mkdir -p .config/creel data && printf "$0" > .config/creel/config.toml'
-        machine.run_as_user("sh", "-c", made, _SETTINGS)
+        script = 'mkdir -p .config/creel data && printf "$0" > .config/creel/config.toml'
+        machine.run_as_user("sh", "-c", script, _SETTINGS)
         machine.run_as_user(_PYTHON, _TRAIN, "make", "data", "800")
         for words in (("daemon-reload",), ("start", _UNIT)):
             machine.run("systemctl", *words)
@@ -38,10 +38,12 @@ def main(seconds: float) -> int:
             machine.run("systemctl", "reset-failed", _UNIT)  # it allows five starts a minute
             machine.run("systemctl", "restart", _UNIT)
         machine.run_as_user("touch", "stop")
-        told = [json.loads(one.communicate(timeout=60)[0].splitlines()[-1]) for one in trainings]
-    for one in told:
-        print(one)
-    return int(any(one["wrong"] for one in told))
+        answers = [
+            json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in trainings
+        ]
+    for answer in answers:
+        print(answer)
+    return int(any(answer["wrong"] for answer in answers))
 
 
 if __name__ == "__main__":

@@ -96,15 +96,15 @@ def TorchImageFolder(root: str, **kwargs: Any) -> Any:
     return folder.ImageFolder(root, **kwargs)
 
 
-def show(what: str, act: Callable[[], Any]) -> Any:
+def show(words: str, act: Callable[[], Any]) -> Any:
     """Show what a call returns, or the type of the exception that it raises; return that."""
     try:
         value = act()
     except Exception as e:  # noqa: BLE001  both loaders must raise the same
         e.__traceback__ = None  # torch's `reraise` leaves a cycle that would keep the iterator
-        shown.append((what, f"raises {error(e)}"))
+        shown.append((words, f"raises {error(e)}"))
         return type(e)
-    shown.append((what, type(value).__name__ if isinstance(value, Iterator) else plain(value)))
+    shown.append((words, type(value).__name__ if isinstance(value, Iterator) else plain(value)))
     return value
 
 
@@ -158,7 +158,7 @@ def interrupted(loader: Any, make: Callable[[], Any], at: int, more: int) -> Non
     If the last batch raised, the new loader tries it again; torch has no such feature.
     """
     it = iter(loader)
-    rest: Any = it
+    remaining: Any = it
     batch = None
     for step in range(at):
         batch = show(f"batch {step}", lambda: next(it))
@@ -168,8 +168,8 @@ def interrupted(loader: Any, make: Callable[[], Any], at: int, more: int) -> Non
         state = loader.state_dict()
         loader = make()
         loader.load_state_dict(state)
-        rest = iter(loader)
-    while show("batch", lambda: next(rest)) is not StopIteration:
+        remaining = iter(loader)
+    while show("batch", lambda: next(remaining)) is not StopIteration:
         pass
     for _ in range(more):
         epoch(loader, generators=False)
@@ -208,15 +208,15 @@ def image() -> bytes:
     return out.getvalue()
 
 
-def rewrite(path: str, new: int | bytes | None, how: str = "in place") -> None:
+def rewrite(path: str, new: int | bytes | None, mode: str = "in place") -> None:
     """Replace a file's bytes: by `new`, by `new` random ones, or by as many as it has."""
     before = Path(path).stat() if Path(path).exists() else None
     if new is None:
         new = 100 if before is None else before.st_size
     data = content.bytes(new) if isinstance(new, int) else new
-    target = Path("other") if how == "renamed" else Path(path)
+    target = Path("other") if mode == "renamed" else Path(path)
     target.write_bytes(data)
-    if how != "in place" and before is not None:
+    if mode != "in place" and before is not None:
         os.utime(target, ns=(before.st_atime_ns, before.st_mtime_ns))
     target.replace(path)
 
@@ -278,13 +278,13 @@ class Own(Dataset[Any]):
     def __init__(
         self,
         paths: list[str],
-        how: str,
+        way: str,
         *,
         labels: torch.Tensor | None = None,
         transform: Callable[[Any], Any] | None = None,
         config: str = "",
     ) -> None:
-        self.paths, self.how, self.config = paths, how, config
+        self.paths, self.way, self.config = paths, way, config
         self.labels, self.transform = labels, transform
         self.scale, self.touched = 1, 0
 
@@ -296,27 +296,27 @@ class Own(Dataset[Any]):
         data = self.data(index)
         now = settings.OFFSET + settings.Settings.factor + self.bias
         if self.config:
-            now += len(READERS[self.how](self.config))
+            now += len(READERS[self.way](self.config))
         x = torch.tensor([zlib.crc32(data) * self.scale, len(data), now, *data[:3]])
         x = x if self.transform is None else self.transform(x)
         return x if self.labels is None else (x, self.labels[index])
 
     def data(self, index: int) -> bytes:
-        data: bytes = READERS[self.how](self.paths[index])
+        data: bytes = READERS[self.way](self.paths[index])
         return data
 
 
 class Reads(Dataset[Any]):
     """Samples depend on one or two files each, and on nothing else."""
 
-    def __init__(self, paths: list[str], how: str, config: str = "") -> None:
-        self.paths, self.how, self.config = paths, how, config
+    def __init__(self, paths: list[str], way: str, config: str = "") -> None:
+        self.paths, self.way, self.config = paths, way, config
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Any:
-        read = READERS[self.how]
+        read = READERS[self.way]
         data = read(self.paths[index])
         more = read(self.config) if self.config else b""
         x = torch.tensor([zlib.crc32(data), len(data), zlib.crc32(more)])
@@ -334,8 +334,8 @@ class Declared(Own):
         return [index % len(self), len(self) - 1 - index % len(self)]
 
     def data(self, index: int) -> bytes:
-        one, other = self.objects(index)
-        return super().data(one) + super().data(other)
+        first, other = self.objects(index)
+        return super().data(first) + super().data(other)
 
 
 class Counted(Own):

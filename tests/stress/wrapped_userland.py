@@ -80,14 +80,14 @@ class Derived(Plain):
         self.offset = 3
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        return found if isinstance(index, slice) else found + self.offset
+        path = super().__getitem__(index)
+        return path if isinstance(index, slice) else path + self.offset
 
     def __iter__(self) -> Iterator[Any]:
         return iter([("iterated", self.scale), self[0]])
 
-    def __contains__(self, one: object) -> bool:
-        return one in self.paths
+    def __contains__(self, path: object) -> bool:
+        return path in self.paths
 
     def __call__(self, k: int) -> int:
         return self.scale * k
@@ -154,7 +154,7 @@ class Reduced(Plain):
         return Reduced, (self.paths, self.scale)
 
 
-def made(make: Callable[[], Any], other: Any) -> Any:
+def outcome_of(make: Callable[[], Any], other: Any) -> Any:
     """Return a new dataset; `other` if it cannot be made, and show why."""
     try:
         return make()
@@ -163,32 +163,32 @@ def made(make: Callable[[], Any], other: Any) -> Any:
         return other
 
 
-def pickled(one: Any) -> Any:
-    return pickle.loads(pickle.dumps(one))
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
 
 
-def about(one: Any) -> Any:
+def about(value: Any) -> Any:
     """Return what code can find out about a dataset, except for its type."""
-    state = vars(one) if hasattr(one, "__dict__") else {}
-    names = sorted(name for name in (*state, *Slots.__slots__) if hasattr(one, name))
+    state = vars(value) if hasattr(value, "__dict__") else {}
+    names = sorted(name for name in (*state, *Slots.__slots__) if hasattr(value, name))
     return (
-        *(one.__class__.__name__, len(one), names, getattr(one, "scale", None)),
-        *(isinstance(one, Files), isinstance(one, Dataset), isinstance(one, Abstract)),
-        *(callable(one), hasattr(one, "__iter__"), hasattr(one, "__contains__"), bool(one)),
+        *(value.__class__.__name__, len(value), names, getattr(value, "scale", None)),
+        *(isinstance(value, Files), isinstance(value, Dataset), isinstance(value, Abstract)),
+        *(callable(value), hasattr(value, "__iter__"), hasattr(value, "__contains__"), bool(value)),
         [name for name in classes if name != "Concrete"],
     )
 
 
-def walked(one: Any, seen: set[int] | None = None) -> int:
+def walked(value: Any, seen: set[int] | None = None) -> int:
     """Count the datasets that a walk through all attributes meets, as one that seeds them does."""
     seen = set() if seen is None else seen
-    if isinstance(one, (list, tuple)):
-        return sum(walked(value, seen) for value in one)
-    if not hasattr(one, "__dict__") or id(one.__dict__) in seen:
+    if isinstance(value, (list, tuple)):
+        return sum(walked(value, seen) for value in value)
+    if not hasattr(value, "__dict__") or id(value.__dict__) in seen:
         return 0
-    seen.add(id(one.__dict__))
-    below = sum(walked(value, seen) for value in list(one.__dict__.values()))
-    return below + isinstance(one, (Files, Dataset))
+    seen.add(id(value.__dict__))
+    below = sum(walked(value, seen) for value in list(value.__dict__.values()))
+    return below + isinstance(value, (Files, Dataset))
 
 
 def minus(x: torch.Tensor) -> torch.Tensor:

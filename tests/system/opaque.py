@@ -40,11 +40,11 @@ def library(name: str) -> Any:
 def images() -> Any:
     """Return torchvision.io, if its operators are built for this torch."""
     try:
-        found = library("torchvision.io")
+        module = library("torchvision.io")
         _ = torch.ops.image.read_file
     except (AttributeError, RuntimeError) as e:
         pytest.skip(f"torchvision's operators: {e}")
-    return found
+    return module
 
 
 def write_npz(path: str, seed: int) -> None:
@@ -238,7 +238,7 @@ def read_linked_hdf5(path: str) -> Any:
 
 def read_odd_hdf5(path: str) -> Any:
     """Read in ways that are refused or not served."""
-    h5py, found = library("h5py"), []
+    h5py, values = library("h5py"), []
     calls: list[Any] = [
         ((path, "r", "core"), {}),
         ((path, "r"), {"driver": "sec2", "rdcc_nbytes": 1 << 16}),
@@ -250,10 +250,10 @@ def read_odd_hdf5(path: str) -> Any:
     for args, more in calls:
         try:
             with h5py.File(*args, **more) as f:
-                found += [f["x"][:].sum(), f.driver]
+                values += [f["x"][:].sum(), f.driver]
         except Exception as e:  # noqa: BLE001, PERF203
-            found += [type(e), str(e)]
-    return found
+            values += [type(e), str(e)]
+    return values
 
 
 def write_odd_hdf5(path: str, seed: int) -> None:

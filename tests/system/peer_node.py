@@ -54,7 +54,12 @@ class Node:
         self.held: list[PeerAsked] | None = None  # requests that the test answers itself
         self._queue: SimpleQueue[PeerAsked | None] = SimpleQueue()
         self.server = PeerServer(
-            *("127.0.0.1", port, "node", self.arena, self._take, lambda cluster, beat: None),  # noqa: ARG005
+            "127.0.0.1",
+            port,
+            "node",
+            self.arena,
+            self._take,
+            lambda cluster, beat: None,  # noqa: ARG005
             encrypt=encrypt,
         )
         self.credentials = WHO._replace(encrypt=encrypt)
@@ -104,8 +109,9 @@ class Node:
         ids = asked.ids
         self.answered[asked.request] += 1
         version, age = ids.astype(np.int64) + 7, np.where(ids % 2, ids / 4, np.inf)
-        columns = self.place[ids], self.nbytes[ids], version, age
-        self.server.serve(ServeObjects(asked.request, *columns))
+        self.server.serve(
+            ServeObjects(asked.request, self.place[ids], self.nbytes[ids], version, age)
+        )
 
     @property
     def connections(self) -> list[PeerConnection]:
@@ -239,7 +245,7 @@ class Proxy:
 
 def blocked(node: Node) -> Callable[[], bool]:
     """Return whether the server has a connection that takes no more bytes."""
-    return lambda: any(one.blocked_since for one in node.connections)
+    return lambda: any(connection.blocked_since for connection in node.connections)
 
 
 def large(node: Node, link: PeerLink, *, times: int = 1) -> None:
@@ -247,4 +253,4 @@ def large(node: Node, link: PeerLink, *, times: int = 1) -> None:
     link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     for number in range(times):
         link.ask(number, "data", np.zeros(1, np.int32), 10.0)
-    until(blocked(node), what="a blocked connection")
+    until(blocked(node), event="a blocked connection")

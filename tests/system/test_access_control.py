@@ -70,10 +70,10 @@ except OSError:
     pass
 print(s.recv(1000))
 """
-    told = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert "belongs to user 0" in told.stdout
+    assert "belongs to user 0" in run.stdout
     assert status(daemon)["state"] == "serving"
 
 
@@ -112,11 +112,13 @@ def test_a_client_that_does_not_say_hello_is_not_served(daemon: Running) -> None
             assert s.recv(1000) == b""
 
 
-@pytest.mark.parametrize("rest", [[], ["cli", 1], [{}, "cli", None, 7], ["cli", "", PROTOCOL + 1]])
-def test_another_protocol_is_told_what_to_do(daemon: Running, rest: list[object]) -> None:
+@pytest.mark.parametrize(
+    "fields", [[], ["cli", 1], [{}, "cli", None, 7], ["cli", "", PROTOCOL + 1]]
+)
+def test_another_protocol_is_told_what_to_do(daemon: Running, fields: list[object]) -> None:
     """Whatever its Hello has beside the number: it heard only that the connection was closed."""
     with knock(first_address(daemon.name)) as s:
-        s.send(msgspec.msgpack.encode(["Hello", PROTOCOL + 1, *rest]))
+        s.send(msgspec.msgpack.encode(["Hello", PROTOCOL + 1, *fields]))
         assert b"restart the daemon" in s.recv(1000)
 
 
@@ -201,7 +203,7 @@ def test_an_impossible_plan_costs_its_sender_the_connection(
         session = opened(client, manifest)
         where = Extend(client.token, session.id, 0, step)
         client.send(where, np.array(ids, "<i4"), np.array(ends, "<i8"))
-        until(lambda: not client.alive, what="the daemon hangs up")
+        until(lambda: not client.alive, event="the daemon hangs up")
     assert status(daemon)["sessions"] == 0
 
 
@@ -216,7 +218,7 @@ def test_impossible_samples_cost_their_sender_the_connection(
     with daemon.client() as client:
         session = opened(client, manifest)
         client.send(DealtSamples(client.token, session.id, samples, first), np.array(ids, "<i4"))
-        until(lambda: not client.alive, what="the daemon hangs up")
+        until(lambda: not client.alive, event="the daemon hangs up")
 
 
 def test_samples_that_leave_a_gap_or_take_too_much_memory_are_forgotten(
@@ -229,7 +231,7 @@ def test_samples_that_leave_a_gap_or_take_too_much_memory_are_forgotten(
         session = opened(client, manifest)
         for samples, first in ((3, 0), (6, 0), (6, 1), ((1 << 31) - 1, 0), ((1 << 31) - 1, 3)):
             client.send(DealtSamples(client.token, session.id, samples, first), ids)
-        client.send(Deal(client.token, session.id, 0, "", 6, 1, 6, 1, 0, among=True))
+        client.send(Deal(client.token, session.id, 0, "", 6, 1, 6, 1, 0, object_of=True))
         plan(session, np.arange(10, dtype=np.int32), 5)
         assert read_steps(session, manifest, np.arange(10), 5) == 10
 
@@ -237,7 +239,7 @@ def test_samples_that_leave_a_gap_or_take_too_much_memory_are_forgotten(
 def test_arrays_where_none_belong_cost_their_sender_the_connection(daemon: Running) -> None:
     with daemon.client() as client:
         client.send(Command(client.token, 1, "status"), np.zeros(1, np.int32))
-        until(lambda: not client.alive, what="the daemon hangs up")
+        until(lambda: not client.alive, event="the daemon hangs up")
 
 
 def test_lies_in_shared_words_are_bounded(daemon: Running, tmp_path: Path) -> None:
@@ -273,7 +275,7 @@ def test_limits_refuse_and_hold(daemon_name: str, tmp_path: Path) -> None:
         with daemon.client(), pytest.raises(UnavailableError, match="max_connections"):
             daemon.client()
         sessions[0].close()
-        until(lambda: a.ask("status")["sessions"] == 1, what="closed")
+        until(lambda: a.ask("status")["sessions"] == 1, event="closed")
         opened(a, key)
 
 
@@ -327,7 +329,7 @@ def test_no_packet_at_the_control_socket_hurts_the_daemon(
             finally:
                 for fd in fds:
                     os.close(fd)
-    until(lambda: daemon.fds() <= before, what="every descriptor that was sent is closed")
+    until(lambda: daemon.fds() <= before, event="every descriptor that was sent is closed")
     _still_serves(daemon, tmp_path)
 
 

@@ -92,13 +92,13 @@ def reads(daemon: Running) -> list[int]:
     return [d["reads"] for d in datasets.values()]
 
 
-@pytest.mark.parametrize("how", ["here", "fork", "fork, persistent"])
+@pytest.mark.parametrize("mode", ["here", "fork", "fork, persistent"])
 def test_from_the_second_epoch_on_the_cache_serves(
-    daemon: Running, tmp_path: Path, how: str
+    daemon: Running, tmp_path: Path, mode: str
 ) -> None:
     bare = Own(folder(tmp_path / "data"))
-    same = HOW["fork, persistent"] if "persistent_workers" in HOW[how] else {}
-    ours, theirs = batches(creel.wrap(bare), **HOW[how]), batches(bare, **same)
+    same = HOW["fork, persistent"] if "persistent_workers" in HOW[mode] else {}
+    ours, theirs = batches(creel.wrap(bare), **HOW[mode]), batches(bare, **same)
     assert list(ours) == list(theirs)
     assert reads(daemon) in ([], [0])  # a trace may be known, but nothing was read by it
     assert list(ours) == list(theirs)
@@ -143,16 +143,16 @@ def decoded(path: Path) -> Any:
     ids=lambda x: "+".join(k.__name__ for k in x) if isinstance(x, tuple) else "",
 )
 @pytest.mark.parametrize(
-    ("kind", "how"),
+    ("kind", "mode"),
     [(DataLoader, "fork, persistent"), (creel.DataLoader, "here")],
     ids=["torch", "creel"],
 )
 @pytest.mark.usefixtures("never_looked_at_again")
 def test_datasets_below_a_wrapper_of_ones_own_are_learnt(
-    daemon: Running, tmp_path: Path, how: str, kind: Any, kinds: tuple[Any, ...], objects: int
+    daemon: Running, tmp_path: Path, mode: str, kind: Any, kinds: tuple[Any, ...], objects: int
 ) -> None:
     bare = Around(*[make(tmp_path) for make in kinds])
-    ours, theirs = batches(creel.wrap(bare), kind=kind, **HOW[how]), batches(bare, **HOW[how])
+    ours, theirs = batches(creel.wrap(bare), kind=kind, **HOW[mode]), batches(bare, **HOW[mode])
     for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [objects * N]
@@ -164,7 +164,7 @@ def test_datasets_below_a_wrapper_of_ones_own_are_learnt(
     assert sorted(chain.from_iterable(ours)) == before
 
 
-def told(daemon: Running) -> list[int]:
+def epochs_ahead(daemon: Running) -> list[int]:
     """Return the batches that the daemon knows of each session."""
     with daemon.client("cli") as client:
         sessions = client.ask("stats")["core"]["sessions"]
@@ -172,25 +172,25 @@ def told(daemon: Running) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("how", "inside"),
+    ("mode", "inside"),
     [("here", False), ("here", True), ("fork", True), ("fork, persistent", False)],
 )
 @pytest.mark.usefixtures("never_looked_at_again")
 def test_creels_loader_tells_epochs_ahead_once_they_are_learnt(
-    daemon: Running, tmp_path: Path, how: str, *, inside: bool
+    daemon: Running, tmp_path: Path, mode: str, *, inside: bool
 ) -> None:
     """Also if the proxy is only a part of what the loader reads."""
     bare = Own(folder(tmp_path / "data"))
     wrapped = creel.wrap(bare)
     some = range(N - 1)
-    ours = batches(Subset(wrapped, some) if inside else wrapped, kind=creel.DataLoader, **HOW[how])
-    theirs = batches(Subset(bare, some) if inside else bare, **HOW[how])
+    ours = batches(Subset(wrapped, some) if inside else wrapped, kind=creel.DataLoader, **HOW[mode])
+    theirs = batches(Subset(bare, some) if inside else bare, **HOW[mode])
     assert list(ours) == list(theirs)
     for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [N]
     epoch = -(-(N - 1) // BATCH)
-    assert told(daemon)[-1] >= 3 * epoch
+    assert epochs_ahead(daemon)[-1] >= 3 * epoch
     for path in tmp_path.glob("data/*.raw"):
         path.write_bytes(b"never read again")
     assert len(next(iter(ours))[0]) > 16 * 2
@@ -267,9 +267,9 @@ class Mapped(Own):
             if i % 2:
                 return f.read()
             f.seek(5)
-            found = np.fromfile(f, np.uint8, 100).tobytes()
+            head = np.fromfile(f, np.uint8, 100).tobytes()
             ahead: bytes = f.peek(1)[:1]  # type: ignore[attr-defined]
-            return found + ahead + f.read(10)
+            return head + ahead + f.read(10)
 
 
 @pytest.mark.usefixtures("daemon")
@@ -311,11 +311,11 @@ def test_a_split_and_a_proxy_in_a_proxy_are_learnt(
     daemon: Running, tmp_path: Path, kind: Any, workers: int
 ) -> None:
     bare = Own(folder(tmp_path / "data"))
-    one = creel.wrap(bare)
-    assert creel.wrap(one) is one
+    wrapped = creel.wrap(bare)
+    assert creel.wrap(wrapped) is wrapped
     half, order = range(0, N - 1, 2), torch.randperm(N // 2).tolist()
     theirs = batches(Subset(Subset(bare, half), order), num_workers=workers)
-    ours = batches(creel.wrap(Subset(Subset(one, half), order)), kind=kind, num_workers=workers)
+    ours = batches(creel.wrap(Subset(Subset(wrapped, half), order)), kind=kind, num_workers=workers)
     for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [N // 2 + 1]
@@ -402,7 +402,7 @@ def test_own_batches_are_left_alone(daemon: Running, tmp_path: Path) -> None:
 
 def journals() -> list[str]:
     """Return the open journals of this process."""
-    return [what for _, what in descriptors() if JOURNAL in what]
+    return [target for _, target in descriptors() if JOURNAL in target]
 
 
 def test_a_journal_goes_once_it_was_read(daemon: Running, tmp_path: Path) -> None:
@@ -457,8 +457,8 @@ def test_nothing_is_kept_open(tmp_path: Path) -> None:
 
     def kept() -> list[str]:
         """Return only these: a thread of an earlier test may be connecting to its daemon."""
-        what = [name for _, name in descriptors() - before]
-        return [name for name in what if any(x in name for x in (JOURNAL, str(tmp_path)))]
+        targets = [name for _, name in descriptors() - before]
+        return [name for name in targets if any(x in name for x in (JOURNAL, str(tmp_path)))]
 
     dataset: Any = creel.wrap(Own(folder(tmp_path / "data")))
     with pytest.raises(IndexError):

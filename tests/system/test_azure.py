@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}/{ACCOUNT}"
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL) as process:
         try:
-            until(lambda: listens(port), what="the emulator listens")
+            until(lambda: listens(port), event="the emulator listens")
             write(f"127.0.0.1:{port}", {**FILES, "tokens": TOKENS})
             account = f"AccountName={ACCOUNT};AccountKey={KEY}"
             yield f"DefaultEndpointsProtocol=http;{account};BlobEndpoint={url};"

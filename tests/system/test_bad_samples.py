@@ -50,9 +50,9 @@ class Files(Dataset[torch.Tensor]):
         return torch.tensor(int(creel.read(self.creel_uris[index])))
 
     def calls(self) -> list[int]:
-        found = [int(line) for line in (self.folder / "calls").read_text().split()]
+        numbers = [int(line) for line in (self.folder / "calls").read_text().split()]
         (self.folder / "calls").unlink()
-        return found
+        return numbers
 
 
 class FilesAtOnce(Files):
@@ -98,9 +98,9 @@ def test_bad_samples_are_left_out_or_replaced_and_not_read_again(
     assert len(named) == len(BAD)
     assert all(f"sample {i} ({tmp_path}/{i}) is " in " ".join(named) for i in BAD)
     assert main.main(["--name", served, "stats", "--bad", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["bad"]
-    assert {(one["index"], one["path"]) for one in told} == {(i, f"{tmp_path}/{i}") for i in BAD}
-    assert all(one["reason"].startswith("ValueError: invalid literal") for one in told)
+    bad = json.loads(capsys.readouterr().out)["bad"]
+    assert {(row["index"], row["path"]) for row in bad} == {(i, f"{tmp_path}/{i}") for i in BAD}
+    assert all(row["reason"].startswith("ValueError: invalid literal") for row in bad)
     assert main.main(["--name", served, "stats", "--bad"]) == 0
     assert f"{tmp_path}/17" in capsys.readouterr().out
 
@@ -131,8 +131,8 @@ def test_those_that_are_found_while_reads_are_recorded_are_listed_later(
     for _ in range(3):
         assert sum(len(batch) for batch in loader) == N - len(BAD)
     assert main.main(["--name", served, "stats", "--bad", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["bad"]
-    assert {(one["index"], one["path"]) for one in told} == {(i, f"{tmp_path}/{i}") for i in BAD}
+    bad = json.loads(capsys.readouterr().out)["bad"]
+    assert {(row["index"], row["path"]) for row in bad} == {(i, f"{tmp_path}/{i}") for i in BAD}
     (rank,) = creel.stats(served)["ranks"]
     assert 0 < rank["batches"] <= 3 * len(loader), "also those that a worker asks for itself"
 
@@ -175,8 +175,8 @@ def test_on_error_holds_without_a_daemon(tmp_path: Path, workers: int) -> None:
 @pytest.mark.parametrize("on_error", ["skip", "substitute"])
 def test_where_there_are_no_batches_a_sample_is_replaced(tmp_path: Path, on_error: Any) -> None:
     loader: Any = creel.DataLoader(Files(tmp_path), None, on_error=on_error, creel=False)
-    found = [int(sample) for sample in loader]
-    assert found == [stand_in(i) if i in BAD else i for i in range(N)]
+    samples = [int(sample) for sample in loader]
+    assert samples == [stand_in(i) if i in BAD else i for i in range(N)]
 
 
 def test_no_batch_is_empty(tmp_path: Path) -> None:
@@ -194,9 +194,9 @@ def test_a_resumed_run_chooses_alike(tmp_path: Path) -> None:
     first = loader()
     it = iter(first)
     begun = [next(it).tolist() for _ in range(3)]
-    rest = loader()
-    rest.load_state_dict(first.state_dict())
-    assert begun + [batch.tolist() for batch in rest] == whole
+    resumed = loader()
+    resumed.load_state_dict(first.state_dict())
+    assert begun + [batch.tolist() for batch in resumed] == whole
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -318,19 +318,19 @@ def test_samples_are_left_out_or_replaced_whatever_names_them(
         data, batch_sampler=given, on_error=on_error, num_workers=workers
     )
     for _ in range(2):
-        found = []
+        batches = []
         for batch in loader:
-            found.append(batch.tolist())
+            batches.append(batch.tolist())
             if keys == "numbers":
-                assert loader.indices.tolist() == found[-1]
+                assert loader.indices.tolist() == batches[-1]
         before = 11 if keys == "numbers" or not workers else 7  # what that worker has read
         last = [before] if on_error == "skip" else [before] * 4
-        assert found[:3] == [
+        assert batches[:3] == [
             [0, 1, 2, 3],
             [4, 6, 7] if on_error == "skip" else [4, 6, 6, 7],
             [8, 9, 10, 11],
         ]
-        assert found[3] == last
+        assert batches[3] == last
 
 
 def test_a_single_sample_without_a_number_is_replaced_by_one_before() -> None:

@@ -110,18 +110,26 @@ CASES = [(kind, 0) for kind in KINDS] + [("decoded", 2), ("sized", 2), ("wrapped
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers", "how"),
+    ("kind", "workers", "replace_file"),
     [(*case, in_place) for case in CASES]
-    + [(kind, 0, how) for kind in ("sized", "wrapped") for how in (replaced, as_if_untouched)],
+    + [
+        (kind, 0, replace_file)
+        for kind in ("sized", "wrapped")
+        for replace_file in (replaced, as_if_untouched)
+    ],
 )
 def test_a_loader_that_goes_on_sees_what_changed_between_its_epochs(
-    daemon: Running, folder: Path, kind: str, workers: int, how: Callable[[Path, bytes], None]
+    daemon: Running,
+    folder: Path,
+    kind: str,
+    workers: int,
+    replace_file: Callable[[Path, bytes], None],
 ) -> None:
     loader = creel.DataLoader(KINDS[kind](folder), BATCH, num_workers=workers)
     for version in range(4):
         assert rows(list(loader)) == expected(folder), f"epoch {version}"
         for i in range(version, N, 5):
-            how(folder / f"{i:02}", content(i, version + 1))
+            replace_file(folder / f"{i:02}", content(i, version + 1))
     assert reads(daemon) >= N, "nothing was cached: the test says nothing"
 
 
@@ -245,11 +253,11 @@ class Rows(Dataset[Any]):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("how", [overwritten, replaced, as_if_untouched])
+@pytest.mark.parametrize("replace_file", [overwritten, replaced, as_if_untouched])
 @pytest.mark.parametrize("kept", [False, True])
 def test_rows_of_a_file_that_changes_in_an_epoch_are_torchs_and_no_mixtures(
     tmp_path: Path,
-    how: Callable[[Path, bytes], None],
+    replace_file: Callable[[Path, bytes], None],
     monkeypatch: pytest.MonkeyPatch,
     *,
     kept: bool,
@@ -265,4 +273,4 @@ def test_rows_of_a_file_that_changes_in_an_epoch_are_torchs_and_no_mixtures(
             assert torch.equal(batch, other)
             assert (batch == batch[:, :1]).all()
             if i == 2 and epoch in {3, 5}:
-                how(path, bytes([epoch]) * (N * ROW))
+                replace_file(path, bytes([epoch]) * (N * ROW))

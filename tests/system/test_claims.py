@@ -73,7 +73,7 @@ def test_a_persons_objects_are_asked_once_a_sample_and_never_in_a_worker(
     dataset = Counted(files)
     loader = creel.DataLoader(dataset, BATCH, shuffle=True, num_workers=workers)
     for epoch in range(3):
-        assert sorted(int(one[0]) for batch in loader for one in batch) == [*range(FILES)]
+        assert sorted(int(sample[0]) for batch in loader for sample in batch) == [*range(FILES)]
         in_workers, here = dataset.calls
         assert not in_workers.any()
         # Once for this epoch and each before, and once for the next one, which is published ahead.
@@ -83,20 +83,20 @@ def test_a_persons_objects_are_asked_once_a_sample_and_never_in_a_worker(
 
 def calls_of(batches: Iterator[object]) -> Counter[str]:
     """Return the calls of creel's functions while the next batch is taken."""
-    made: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         name = str(Path(code.co_filename).resolve()) if event == "call" else ""
         if name.startswith(FOLDERS):
-            made[f"{Path(name).name}:{code.co_name}"] += 1
+            calls[f"{Path(name).name}:{code.co_name}"] += 1
 
     sys.setprofile(note)
     try:
         next(batches)
     finally:
         sys.setprofile(None)
-    return made
+    return calls
 
 
 @pytest.mark.usefixtures("served")
@@ -107,8 +107,8 @@ def test_a_batch_of_bytes_in_memory_passes_few_calls(files: list[str]) -> None:
         pass
     batches: Any = iter(loader)
     assert isinstance(batches._place, Here)
-    made = [calls_of(batches) for _ in range(FILES // BATCH // 2)]
-    fewest = min(made, key=lambda calls: sum(calls.values()))  # others wait, or publish a piece
+    counts = [calls_of(batches) for _ in range(FILES // BATCH // 2)]
+    fewest = min(counts, key=lambda calls: sum(calls.values()))  # others wait, or publish a piece
     assert sum(fewest.values()) <= MOST_CALLS, fewest
 
 

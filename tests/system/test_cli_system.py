@@ -84,8 +84,8 @@ def forked(*words: str, cwd: Path | None = None) -> tuple[int, str, str]:
 
 def creel(*words: str, cwd: Path | None = None, code: int = 0) -> str:
     """Return the output of the command, whose exit code must be `code`."""
-    found, out, err = forked(*words, cwd=cwd)
-    assert found == code, f"{found}\n{out}\n{err}"
+    status, out, err = forked(*words, cwd=cwd)
+    assert status == code, f"{status}\n{out}\n{err}"
     return out
 
 
@@ -116,10 +116,10 @@ def train(name: str, program: str, folder: Path) -> None:
 def test_a_daemon_is_seen_warmed_and_stopped(
     daemon: subprocess.Popen[bytes], name: str, folder: Path
 ) -> None:
-    told = json.loads(creel("--name", name, "status", "--json"))
-    assert told["schema"] == 1
-    assert (told["name"], told["pid"], told["state"]) == (name, daemon.pid, "serving")
-    assert told["memory"]["budget_nbytes"] == 64 << 20
+    answer = json.loads(creel("--name", name, "status", "--json"))
+    assert answer["schema"] == 1
+    assert (answer["name"], answer["pid"], answer["state"]) == (name, daemon.pid, "serving")
+    assert answer["memory"]["budget_nbytes"] == 64 << 20
 
     warm = json.loads(creel("--name", name, "warm", str(folder), "--json"))
     assert (warm["objects"], warm["resident"], warm["nbytes"]) == (60, 60, 600_000)
@@ -199,19 +199,19 @@ def test_data_of_a_program_is_found_in_memory_by_its_training(name: str, tmp_pat
     def warm(target: str, code: int = 0) -> str:
         return creel("--name", name, "warm", target, "--json", cwd=tmp_path, code=code)
 
-    def told() -> tuple[int, list[str]]:
+    def reads_and_paths() -> tuple[int, list[str]]:
         answer = json.loads(creel("--name", name, "stats", "--json"))
         return sum(s["reads"] for s in answer["sources"]), [s["path"] for s in answer["sources"]]
 
     assert json.loads(warm("mydata:records"))["resident"] == 600
-    reads, paths = told()
+    reads, paths = reads_and_paths()
     assert paths == [str(tmp_path / "records.bin")]
     for other in ("mydata:Half.first", "mydata:halves"):
         warm(other, code=0 if other == "mydata:Half.first" else 2)
-    assert told() == (reads, paths), "the subset's file is the same dataset"
+    assert reads_and_paths() == (reads, paths), "the subset's file is the same dataset"
     loop = "list(creel.DataLoader(mydata.records(), 10, shuffle=True))"
     train(name, f"import creel, mydata; {loop}", tmp_path)
-    assert told() == (reads, paths)
+    assert reads_and_paths() == (reads, paths)
     assert "cannot be read by number" in warm("mydata:own", code=2)
     assert "ValueError: cannot" in warm("mydata:broken", code=1)
     assert "raised ValueError: no, thanks" in warm("mydata:failing", code=1)
@@ -232,8 +232,8 @@ def test_files_that_a_dataset_opens_itself_are_read_and_warmed(
     (tmp_path / "records.bin").write_bytes(bytes(60_000))
     for i in range(5):
         (tmp_path / f"file{i}").write_bytes(bytes(1000))
-    told = json.loads(creel("--name", name, "warm", "mydata:files", "--json", cwd=tmp_path))
-    assert (told["objects"], told["resident"], told["ended"]) == (5, 5, "complete")
+    answer = json.loads(creel("--name", name, "warm", "mydata:files", "--json", cwd=tmp_path))
+    assert (answer["objects"], answer["resident"], answer["ended"]) == (5, 5, "complete")
     before = reads(name)
     loop = "loader = creel.DataLoader(creel.wrap(mydata.files), collate_fn=len, shuffle=True)"
     train(name, f"import creel, mydata; {loop}; [list(loader) for _ in range(3)]", tmp_path)
@@ -265,8 +265,8 @@ def test_shards_are_warmed_as_training_reads_them(name: str, tmp_path: Path, tar
                 member = tarfile.TarInfo(f"{shard}{i}.bin")
                 member.size = 1000
                 tar.addfile(member, io.BytesIO(bytes(1000)))
-    told = json.loads(creel("--name", name, "warm", target, "--json", cwd=tmp_path))
-    assert (told["objects"], told["resident"], told["nbytes"]) == (20, 20, 20_000)
+    answer = json.loads(creel("--name", name, "warm", target, "--json", cwd=tmp_path))
+    assert (answer["objects"], answer["resident"], answer["nbytes"]) == (20, 20, 20_000)
     before = reads(name)
     loop = "creel.DataLoader(creel.TarDataset('s{0..1}.tar'), 5, collate_fn=len, shuffle=True)"
     train(name, f"import creel; list({loop})", tmp_path)
@@ -282,10 +282,10 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
     monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0.2")
     trainer = connect_or_start(Config.load({"daemon.name": name})[0]) if running else None
     assert (trainer is not None) == running
-    told = json.loads(creel("--name", name, "warm", str(folder), "--background", "--json"))
+    answer = json.loads(creel("--name", name, "warm", str(folder), "--background", "--json"))
     if trainer is not None:
         trainer.close()
-    assert (told["objects"], told["ended"], told["path"]) == (60, "background", str(folder))
+    assert (answer["objects"], answer["ended"], answer["path"]) == (60, "background", str(folder))
     try:
         status = json.loads(creel("--name", name, "status", "--json"))
         assert status["embedded"]
@@ -294,12 +294,12 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
             (row,) = json.loads(creel("--name", name, "ls", "--json"))["datasets"]
             return bool(row["resident_objects"] == 60)
 
-        until(loaded, what="all is in memory, though nobody waits for it")
+        until(loaded, event="all is in memory, though nobody waits for it")
         alone = time.monotonic() + 1.0  # five times `daemon.linger_s`
-        until(lambda: loaded() and time.monotonic() > alone, what="it has stayed")
+        until(lambda: loaded() and time.monotonic() > alone, event="it has stayed")
     finally:
         creel("--name", name, "stop", "--now")
-    until(lambda: forked("--name", name, "status")[0] == 3, what="the daemon has ended")
+    until(lambda: forked("--name", name, "status")[0] == 3, event="the daemon has ended")
     for nothing in ("/nope", "mydata:absent"):
         assert "started" not in forked("--name", name, "warm", nothing)[2]
         creel("--name", name, "status", code=3)
@@ -314,16 +314,16 @@ def test_a_daemon_is_started_to_be_warmed_and_loads_in_the_background(
 def test_tars_that_hold_no_samples_are_warmed_as_files(name: str, tmp_path: Path) -> None:
     for shard in range(2):
         (tmp_path / f"s{shard}.tar").write_bytes(bytes([shard]) * 10_000)
-    told = json.loads(creel("--name", name, "warm", "s{0..1}.tar", "--json", cwd=tmp_path))
-    assert (told["objects"], told["resident"], told["nbytes"]) == (2, 2, 20_000)
+    answer = json.loads(creel("--name", name, "warm", "s{0..1}.tar", "--json", cwd=tmp_path))
+    assert (answer["objects"], answer["resident"], answer["nbytes"]) == (2, 2, 20_000)
     assert "s2.tar" in forked("--name", name, "warm", "s{1..2}.tar", cwd=tmp_path)[2]
 
 
 @pytest.mark.usefixtures("daemon")
 def test_one_file_is_warmed(name: str, tmp_path: Path) -> None:
     (tmp_path / "one.bin").write_bytes(bytes(1000))
-    told = json.loads(creel("--name", name, "warm", "one.bin", "--json", cwd=tmp_path))
-    assert (told["objects"], told["resident"], told["nbytes"]) == (1, 1, 1000)
+    answer = json.loads(creel("--name", name, "warm", "one.bin", "--json", cwd=tmp_path))
+    assert (answer["objects"], answer["resident"], answer["nbytes"]) == (1, 1, 1000)
 
 
 @pytest.mark.usefixtures("daemon")
@@ -331,8 +331,8 @@ def test_objects_that_find_no_room_have_not_failed(name: str, folder: Path) -> N
     """Lengths of local files are known only once they are read."""
     for i in range(3):
         (folder / f"large{i}.bin").write_bytes(bytes(30 << 20))
-    told = json.loads(creel("--name", name, "warm", str(folder), "--json"))
-    assert (told["objects"], told["resident"], told["failed"]) == (63, 62, 0)
+    answer = json.loads(creel("--name", name, "warm", str(folder), "--json"))
+    assert (answer["objects"], answer["resident"], answer["failed"]) == (63, 62, 0)
     (folder / "c0/gone.bin").symlink_to("nowhere")
     assert "1 failed" in creel("--name", name, "warm", str(folder))
 
@@ -343,9 +343,9 @@ def test_no_key_in_an_address_is_shown(name: str, folder: Path) -> None:
         address = server.url.replace("://", "://me:hush@")
         assert "hush" not in creel("--name", name, "warm", f"{address}/c1", "--json")
         for words in (["stats"], ["stats", "--json"], ["status", "--json"]):
-            told = creel("--name", name, *words)
-            assert "hush" not in told
-            assert words != ["stats"] or f"{server.url}/c1: 20 reads" in told
+            output = creel("--name", name, *words)
+            assert "hush" not in output
+            assert words != ["stats"] or f"{server.url}/c1: 20 reads" in output
 
 
 def test_watching_prints_one_object_per_line(daemon: subprocess.Popen[bytes], name: str) -> None:
@@ -405,7 +405,7 @@ def test_run_runs_the_command_where_the_daemon_cannot_start(name: str, served: s
 def test_run_hands_signals_on_and_tells_by_which_one_it_ended(name: str) -> None:
     words = ["--name", name, "run", "--memory", "32MiB", "--", "sleep", "150"]
     with subprocess.Popen([*CREEL, *words]) as running:
-        until(lambda: bool(_children_named(running.pid, "sleep")), what="the command runs")
+        until(lambda: bool(_children_named(running.pid, "sleep")), event="the command runs")
         running.send_signal(signal.SIGTERM)
         assert running.wait(60) == 128 + signal.SIGTERM
     creel("--name", name, "status", code=3)
@@ -420,26 +420,26 @@ def test_no_daemon_outlives_a_run_that_is_killed(
     words = ["--name", name, "run", "--memory", "32MiB", "--", "sleep", "50"]
     with subprocess.Popen([*CREEL, *words]) as running:
         if starting:
-            until(lambda: bool(_daemons()), what="its daemon is being started")
+            until(lambda: bool(_daemons()), event="its daemon is being started")
             running.terminate()
         else:
-            until(lambda: bool(_children_named(running.pid, "sleep")), what="the command runs")
+            until(lambda: bool(_children_named(running.pid, "sleep")), event="the command runs")
             (sleeping,) = _children_named(running.pid, "sleep")
             running.kill()
             os.kill(sleeping, signal.SIGKILL)
         assert running.wait(60) != 0
-    until(lambda: not _daemons(), what="its daemon ends")
+    until(lambda: not _daemons(), event="its daemon ends")
 
 
 def _daemons() -> list[psutil.Process]:
     """Return the daemons of this test's name."""
-    found = []
-    for one in psutil.process_iter():
+    processes = []
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            named = one.environ().get("CREEL_SOCKET") == os.environ["CREEL_SOCKET"]
-            if named and "creel.daemon" in one.cmdline():
-                found.append(one)
-    return found
+            named = process.environ().get("CREEL_SOCKET") == os.environ["CREEL_SOCKET"]
+            if named and "creel.daemon" in process.cmdline():
+                processes.append(process)
+    return processes
 
 
 def test_ctrl_c_is_the_commands_to_decide(name: str) -> None:
@@ -473,15 +473,15 @@ def test_ctrl_c_while_the_command_is_started_ends_nothing(monkeypatch: pytest.Mo
 
 
 def _children_named(pid: int, word: str) -> list[int]:
-    found = []
+    pids = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
-            _, comm, rest = status.read_text().replace("(", ")").split(")")
+            _, comm, fields = status.read_text().replace("(", ")").split(")")
         except (OSError, ValueError):
             continue
-        if comm == word and int(rest.split()[1]) == pid:
-            found.append(int(status.parent.name))
-    return found
+        if comm == word and int(fields.split()[1]) == pid:
+            pids.append(int(status.parent.name))
+    return pids
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
@@ -492,7 +492,7 @@ def test_commands_need_no_standard_files(name: str, tmp_path: Path, closed: str)
         command = ["sh", "-c", f'exec "$@" {closed}', "sh", *CREEL, "run", *words]
         with subprocess.Popen(command, env=settings) as running:
             if not words:
-                until(lambda: forked("--name", name, "status")[0] == 0, what="it serves")
+                until(lambda: forked("--name", name, "status")[0] == 0, event="it serves")
                 running.terminate()
         assert running.returncode == 0
     assert (tmp_path / "ran").exists()

@@ -101,7 +101,7 @@ def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_pa
         received, before = client.received, descriptors(eventfds=True)
         listening = threading.Thread(target=client.listen, args=(100.0, received))
         listening.start()
-        until(lambda: bool(descriptors(eventfds=True) - before), what="it listens")
+        until(lambda: bool(descriptors(eventfds=True) - before), event="it listens")
         sending = threading.Thread(target=plan, args=(session, np.arange(40), 5))  # no answer
         sending.start()
         sending.join(20)
@@ -129,9 +129,9 @@ def test_threads_that_wait_at_once_each_get_their_answer(daemon: Running, tmp_pa
         with ThreadPoolExecutor(12) as pool:
             waiting = [pool.submit(wait, step) for step in range(8)]
             asking = [pool.submit(ask, i) for i in range(100)]
-            assert all(one.result(60) for one in asking)
+            assert all(future.result(60) for future in asking)
             plan(session, np.arange(40), 5)
-            assert all(one.result(60) for one in waiting)
+            assert all(future.result(60) for future in waiting)
         assert not descriptors(eventfds=True) - before
 
 

@@ -73,7 +73,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(daemon: Running) -> None
             parent.kill()
             parent.wait()
             with daemon.client("cli") as client:
-                until(lambda: client.ask("status")["clients"] == 1, what="the parent is gone")
+                until(lambda: client.ask("status")["clients"] == 1, event="the parent is gone")
                 assert not gone(child)
         finally:
             os.kill(child, signal.SIGKILL)
@@ -102,11 +102,11 @@ def test_a_worker_waits_for_its_trainers_steps(daemon: Running, tmp_path: Path) 
         worker = subprocess.Popen(
             [sys.executable, "-c", _WORKER, job], stdout=subprocess.PIPE, text=True
         )
-        until(lambda: status(daemon)["clients"] == 3, what="the worker is there")
+        until(lambda: status(daemon)["clients"] == 3, event="the worker is there")
         plan(session, np.arange(10, dtype=np.int32), 1)
-        told, _ = worker.communicate()
+        output, _ = worker.communicate()
         assert worker.returncode == 0
-    assert [int(x) for x in told.split()] == [
+    assert [int(x) for x in output.split()] == [
         (tmp_path / f"{i:04}").read_bytes()[0] for i in range(10)
     ]
 
@@ -119,5 +119,5 @@ def test_a_worker_outlives_its_trainer_without_harm(daemon: Running, tmp_path: P
         same = worker.attach(session.id)
         assert same.alive
         trainer.close()
-        until(lambda: not same.alive, what="the board says closed")
+        until(lambda: not same.alive, event="the board says closed")
         assert not same.wait(3, 5)

@@ -75,8 +75,7 @@ def resident(daemon: Running) -> int:
 
 def rows(objects: int, nbytes: int = 1) -> Manifest:
     """Return a manifest of a few hundred bytes that claims so many objects."""
-    one = np.array([0]), np.array([nbytes]), np.array([objects])
-    return Manifest.of_runs(["/nowhere"], *one)
+    return Manifest.of_runs(["/nowhere"], np.array([0]), np.array([nbytes]), np.array([objects]))
 
 
 def test_epoch_numbers_cost_no_memory(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +101,9 @@ def test_a_dataset_of_millions_stops_nobody(daemon_name: str, tmp_path: Path) ->
                 b.register(rows(200_000_000))
             plan(other, np.arange(20), 5)
             assert read_steps(other, manifest, np.arange(20), 5) == 20
-        told = a.ask("status")["memory"]
-        assert resident(daemon) - before < told["tables_nbytes"] + SLACK_NBYTES
-        assert told["tables_nbytes"] <= told["tables_limit_nbytes"] == 512 << 20
+        memory = a.ask("status")["memory"]
+        assert resident(daemon) - before < memory["tables_nbytes"] + SLACK_NBYTES
+        assert memory["tables_nbytes"] <= memory["tables_limit_nbytes"] == 512 << 20
 
 
 def test_records_that_nobody_reads_take_no_memory(daemon_name: str) -> None:
@@ -132,9 +131,9 @@ def test_idle_datasets_make_room_for_tables(
         for session in (sessions[0], small_one):
             session.close()
         client.register(rows(360_000, 9))
-        told = {d["dataset"] for d in client.ask("datasets")["datasets"]}
-        assert keys[0] not in told  # the largest idle one
-        assert small_key in told
+        keys_left = {d["dataset"] for d in client.ask("datasets")["datasets"]}
+        assert keys[0] not in keys_left  # the largest idle one
+        assert small_key in keys_left
 
 
 def test_a_plan_without_end_ends_its_session(
@@ -148,12 +147,13 @@ def test_a_plan_without_end_ends_its_session(
     ):
         other, greedy = opened(a, manifest), opened(b, manifest)
         before = resident(daemon)
-        piece = np.zeros(100_000, np.int32), np.arange(1000, 100_001, 1000)
         with beating(other):
             for i in range(200):
                 if not greedy.alive:
                     break
-                greedy.extend(0, 100 * i, *piece)
+                greedy.extend(
+                    0, 100 * i, np.zeros(100_000, np.int32), np.arange(1000, 100_001, 1000)
+                )
                 b.ask("status")  # after all messages sent before
             assert not greedy.alive
             plan(other, np.arange(20), 5)
@@ -172,7 +172,7 @@ def test_too_much_at_once_costs_its_sender_the_connection(daemon_name: str, tmp_
             session = opened(client, manifest)
             where = Extend(client.token, session.id, 0, 0)
             client.send(where, np.zeros((1 << 20) + 1, np.int32), np.array([(1 << 20) + 1]))
-            until(lambda: not client.alive, what="the daemon hangs up")
+            until(lambda: not client.alive, event="the daemon hangs up")
         with daemon.client() as client:
             key = client.register(manifest)
             with pytest.raises(UnavailableError):
@@ -214,12 +214,12 @@ def test_a_failure_ends_the_session_it_was_about_and_no_other(
             plan(bad, np.arange(20), 5)
             assert bad.wait(1, 10)
             bad.extend(1, 4, np.arange(13), np.array([13]))
-            until(lambda: not bad.alive, what="its session ends")
+            until(lambda: not bad.alive, event="its session ends")
             assert client.alive
         with daemon.client() as client:
             bad = opened(client, manifest)
             bad.extend(0, 0, np.arange(7), np.array([7]))
-            until(lambda: not client.alive, what="the daemon hangs up")
+            until(lambda: not client.alive, event="the daemon hangs up")
         with daemon.client() as client:
             key = client.register(manifest)
             with pytest.raises(UnavailableError):

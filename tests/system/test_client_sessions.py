@@ -118,15 +118,15 @@ def test_done_never_goes_back(daemon: Running, tmp_path: Path) -> None:
 
 def test_a_long_plan_travels_in_pieces(daemon: Running, tmp_path: Path) -> None:
     (tmp_path / "rows").write_bytes(bytes(3_000_000))
-    one = np.ones(1, np.int64)
-    manifest = Manifest.of_runs([str(tmp_path / "rows")], one * 0, one, one * 3_000_000)
+    ones = np.ones(1, np.int64)
+    manifest = Manifest.of_runs([str(tmp_path / "rows")], ones * 0, ones, ones * 3_000_000)
     with daemon.client() as client:
         session = opened(client, manifest)
         ids = np.random.default_rng(0).permutation(3_000_000).astype(np.int32)
         assert plan(session, ids, 1000) == 3000
         assert session.wait(0, 20)
         assert session.alive
-        until(lambda: client.ask("stats")["sessions"][0]["known"] == 3000, what="all of it")
+        until(lambda: client.ask("stats")["sessions"][0]["known"] == 3000, event="all of it")
 
 
 def test_each_epoch_is_told_in_small_messages_at_first(

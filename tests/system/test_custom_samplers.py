@@ -212,9 +212,9 @@ def test_a_sampler_without_an_attribute_may_raise_any_error(
         {"sampler": OfATable([3, 1, 2]), "batch_size": 2},
         {"batch_sampler": OfATable([[3, 1], [2]])},
     ]
-    for how in uses:
-        ours: Any = creel.DataLoader(data, num_workers=workers, **how)
-        theirs: Any = DataLoader(data, **how)
+    for options in uses:
+        ours: Any = creel.DataLoader(data, num_workers=workers, **options)
+        theirs: Any = DataLoader(data, **options)
         for _ in range(2):
             assert same(list(ours), list(theirs))
         ours.state_dict()
@@ -313,27 +313,27 @@ def test_a_sampler_that_is_cut_short_ends_with_its_iterator(
     assert list(beginnings(creel.DataLoader)) == list(beginnings(DataLoader))
 
 
-@pytest.mark.parametrize("how", ["declared", "set"])
+@pytest.mark.parametrize("mode", ["declared", "set"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_is_predicted_where_that_is_asked_for(
-    daemon: Running, data: Dataset[Any], workers: int, how: str, tmp_path: Path
+    daemon: Running, data: Dataset[Any], workers: int, mode: str, tmp_path: Path
 ) -> None:
     def epoch(cls: Any, **more: Any) -> tuple[Any, ...]:
         torch.manual_seed(4)
-        make: Any = Declared if how == "declared" else Logging
+        make: Any = Declared if mode == "declared" else Logging
         sampler = make(tmp_path / "log", torch.Generator().manual_seed(9))
         loader = cls(data, BATCH, sampler=sampler, num_workers=workers, **more)
         iterator = iter(loader)
         first = next(iterator)[1].tolist()
         if cls is creel.DataLoader:
-            until(all_told, what="the daemon is told of the whole epoch")
+            until(all_told, event="the daemon is told of the whole epoch")
         return first, [batch[1].tolist() for batch in iterator], torch.get_rng_state().tolist()
 
     def all_told() -> bool:
         (session,) = stats_of(daemon)["sessions"]
         return bool(session["known"] >= N // BATCH)
 
-    more = {} if how == "declared" else {"creel": {"loader.foresee": True}}
+    more = {} if mode == "declared" else {"creel": {"loader.foresee": True}}
     assert epoch(creel.DataLoader, **more) == epoch(DataLoader)
 
 
@@ -389,7 +389,7 @@ def test_an_epoch_left_early_holds_nothing(daemon: Running, data: Dataset[Any]) 
         (session,) = stats_of(daemon)["sessions"]
         return bool(session["known"] == session["done"] > 0)
 
-    until(given_back, what="all steps are given back")
+    until(given_back, event="all steps are given back")
     OUTSIDE.manual_seed(7)
     got = list(ours)
     OUTSIDE.manual_seed(7)

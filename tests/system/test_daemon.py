@@ -40,16 +40,16 @@ def test_bytes_in_the_arena_equal_the_files(daemon: Running, tmp_path: Path, kno
             plan(session, ids, 8, epoch, at)
             assert read_steps(session, manifest, ids, 8, at) == 150
             at += 19
-        told = client.ask("stats")
-    assert told["sources"][0]["reads"] == 150  # every file once in three epochs
-    assert told["sessions"][0]["ready"] == at
+        stats = client.ask("stats")
+    assert stats["sources"][0]["reads"] == 150  # every file once in three epochs
+    assert stats["sessions"][0]["ready"] == at
 
 
 def test_records_of_one_file_are_dense_rows(daemon: Running, tmp_path: Path) -> None:
     data = np.random.default_rng(0).integers(0, 256, (500, 384), np.uint8)
     (tmp_path / "rows").write_bytes(data.tobytes())
-    one = np.ones(1, np.int64)
-    manifest = Manifest.of_runs([str(tmp_path / "rows")], one * 0, one * 384, one * 500)
+    ones = np.ones(1, np.int64)
+    manifest = Manifest.of_runs([str(tmp_path / "rows")], ones * 0, ones * 384, ones * 500)
     with daemon.client() as client:
         session = opened(client, manifest)
         ids = np.random.default_rng(1).permutation(500).astype(np.int32)
@@ -211,9 +211,9 @@ def test_a_killed_client_gives_everything_back(daemon: Running, tmp_path: Path) 
         assert status(daemon)["sessions"] == 1
         holder.kill()
         holder.wait()
-    until(lambda: status(daemon)["sessions"] == 0, what="the session ends")
+    until(lambda: status(daemon)["sessions"] == 0, event="the session ends")
     # The dataset's descriptors stay: manifest, table, its mapping.
-    until(lambda: daemon.fds() <= before + 3, what="all but the dataset's")
+    until(lambda: daemon.fds() <= before + 3, event="all but the dataset's")
 
 
 def test_a_killed_daemon_is_noticed_at_once_and_its_bytes_stay(
@@ -250,7 +250,7 @@ def test_a_stopped_daemon_is_given_up_after_two_seconds(daemon: Running, tmp_pat
             until(lambda: not session.alive, 0, "it counts as lost")
         finally:
             daemon.signal(signal.SIGCONT)
-        until(lambda: session.alive, what="it comes back")
+        until(lambda: session.alive, event="it comes back")
 
 
 def test_a_machine_that_stood_still_gives_no_daemon_up(
@@ -265,7 +265,7 @@ def test_a_machine_that_stood_still_gives_no_daemon_up(
         old = session.words[HEARTBEAT]
         assert session.alive
         daemon.signal(signal.SIGCONT)
-        until(lambda: session.words[HEARTBEAT] > old, what="it goes on")
+        until(lambda: session.words[HEARTBEAT] > old, event="it goes on")
         assert session.wait(0, 0.001) is False  # no plan: the daemon has answered
         assert session.alive
 

@@ -40,11 +40,11 @@ def panels() -> dict[str, list[str]]:
 
 def rules() -> dict[str, str]:
     """Return what each rule asks, by its name; there is no YAML where the tests run."""
-    found = re.split(r"\n +- (?:record|alert): (\S+).*\n", RULES.read_text())[1:]
+    parts = re.split(r"\n +- (?:record|alert): (\S+).*\n", RULES.read_text())[1:]
     asked = [
-        re.search(r"expr: (?:>-\n)?((?:.|\n)*?)(?:\n +(?:for|labels):|\Z)", x) for x in found[1::2]
+        re.search(r"expr: (?:>-\n)?((?:.|\n)*?)(?:\n +(?:for|labels):|\Z)", x) for x in parts[1::2]
     ]
-    return {name: " ".join(m[1].split()) for name, m in zip(found[::2], asked, strict=True) if m}
+    return {name: " ".join(m[1].split()) for name, m in zip(parts[::2], asked, strict=True) if m}
 
 
 def test_they_ask_for_metrics_that_there_are_and_each_alert_has_an_answer() -> None:
@@ -94,7 +94,7 @@ scrape_configs:
         self._port = 0
 
     def __enter__(self) -> Prometheus:
-        until(self._listens, 60, what="Prometheus listens")
+        until(self._listens, 60, event="Prometheus listens")
         return self
 
     def _listens(self) -> bool:
@@ -115,8 +115,8 @@ scrape_configs:
     def answers(self, query: str) -> bool:
         """Whether a query, as Grafana would ask it, has a number now."""
         asked = query.replace("$__rate_interval", "10s").replace("$job", ".*")
-        found = self.get("query", query=asked)["result"]
-        return any(not math.isnan(float(one["value"][1])) for one in found)
+        series = self.get("query", query=asked)["result"]
+        return any(not math.isnan(float(sample["value"][1])) for sample in series)
 
 
 needs_prometheus = pytest.mark.skipif(
@@ -159,8 +159,7 @@ def test_each_panel_and_rule_answers_from_a_real_run(
 ) -> None:
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     disk = {"CREEL_DISK__PATH": str(tmp_path), "CREEL_DISK__BUDGET": "32MiB"}
-    flags = ("--metrics", "127.0.0.1:0")
-    with Running(daemon_name, *flags, memory="16MiB", env=disk) as daemon:
+    with Running(daemon_name, "--metrics", "127.0.0.1:0", memory="16MiB", env=disk) as daemon:
         (page,) = [c for c in psutil.Process(daemon.pid).net_connections() if c.status == "LISTEN"]
         open_questions = {query for queries in panels().values() for query in queries}
         open_questions = {query for query in open_questions if OF_CLUSTERS not in query}
@@ -170,21 +169,23 @@ def test_each_panel_and_rule_answers_from_a_real_run(
                 for loader in loaders:
                     assert isinstance(loader, TorchDataLoader)
                     assert len(list(loader)) == 4
-                found = {query for query in open_questions if prometheus.answers(query)}
-                open_questions.difference_update(found)
+                answered = {query for query in open_questions if prometheus.answers(query)}
+                open_questions.difference_update(answered)
                 return not open_questions
 
-            until(all_answered, 120, what=f"answers to {open_questions}")
+            until(all_answered, 120, event=f"answers to {open_questions}")
 
             def rules_answer() -> bool:
                 """A rule counts from its second evaluation on: before, no rate was known."""
                 groups = prometheus.get("rules")["groups"]
-                health = {one["name"]: one["health"] for group in groups for one in group["rules"]}
+                health = {
+                    rule["name"]: rule["health"] for group in groups for rule in group["rules"]
+                }
                 recorded = [name for name in rules() if name.startswith("creel:")]
                 answers = all(map(prometheus.answers, recorded))
                 return answers and health == dict.fromkeys(rules(), "ok")
 
-            until(rules_answer, 60, what="the rules answer")
+            until(rules_answer, 60, event="the rules answer")
 
 
 @needs_promtool

@@ -130,9 +130,9 @@ def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
 ) -> None:
     monkeypatch.setattr("creel.loader.dataloader.sys.platform", "darwin")
     monkeypatch.setattr("creel.loader.dataloader._warned", False)  # once in a process
-    with pytest.warns(UserWarning, match="creel needs Linux") as told:
+    with pytest.warns(UserWarning, match="creel needs Linux") as warned:
         loader = creel.DataLoader(Squares(), 4, num_workers=1)
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
     assert not isinstance(iter(loader), WorkerIter)
     creel.DataLoader(Squares(), 4)
 
@@ -222,18 +222,18 @@ def epochs(cls: Any, between: Any, n: int = 4) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("what", ["nothing", "draw", "mutate", "prefetch", "reseed", "sampler"])
-def test_changes_between_epochs_are_seen_as_under_torch(what: str) -> None:
+@pytest.mark.parametrize("change", ["nothing", "draw", "mutate", "prefetch", "reseed", "sampler"])
+def test_changes_between_epochs_are_seen_as_under_torch(change: str) -> None:
     def between(loader: Any, epoch: int) -> None:
-        if epoch == 1 and what == "draw":
+        if epoch == 1 and change == "draw":
             torch.rand(1)
-        elif epoch == 1 and what == "mutate":
+        elif epoch == 1 and change == "mutate":
             loader.dataset.n -= 7
-        elif epoch == 1 and what == "prefetch":
+        elif epoch == 1 and change == "prefetch":
             loader.prefetch_factor = 1
-        elif epoch == 1 and what == "reseed":
+        elif epoch == 1 and change == "reseed":
             torch.manual_seed(99)
-        elif epoch == 1 and what == "sampler":
+        elif epoch == 1 and change == "sampler":
             loader.sampler.replacement = True
 
     assert epochs(creel.DataLoader, between) == epochs(torch.utils.data.DataLoader, between)
@@ -400,8 +400,8 @@ def test_a_sampler_of_ones_own_is_resumed_by_what_it_says_of_itself(
 
     resumed = make(later)
     resumed.load_state_dict(json.loads(json.dumps(state)))
-    rest = [b.tolist() for b in resumed]
-    assert rest == (epochs[2] if stop == 10 else epochs[1][stop:])
+    remaining = [b.tolist() for b in resumed]
+    assert remaining == (epochs[2] if stop == 10 else epochs[1][stop:])
     assert [b.tolist() for b in resumed] == epochs[3 if stop == 10 else 2]
 
 
@@ -410,9 +410,9 @@ def test_a_sampler_that_says_nothing_of_itself_is_told_of() -> None:
     list(loader)
     state = loader.state_dict()
     resumed = creel.DataLoader(Squares(), 4, sampler=Counting())
-    with pytest.warns(UserWarning, match="Counting has neither .* are not resumed") as told:
+    with pytest.warns(UserWarning, match="Counting has neither .* are not resumed") as warned:
         resumed.load_state_dict(state)
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
 
 
 def test_a_state_dict_of_a_sampler_that_fails_costs_no_batch(

@@ -129,4 +129,8 @@ def test_no_epoch_reads_what_a_file_was_before_it(
             loader = None
         finally:
             _killing.value = 0
-        assert [one for one in read if not begun[one[0]] <= one[1] <= files.versions[one[0]]] == []
+        assert [
+            sample
+            for sample in read
+            if not begun[sample[0]] <= sample[1] <= files.versions[sample[0]]
+        ] == []

@@ -93,8 +93,8 @@ def test_creel_verify_compares_with_samples_that_are_decoded_anew(tmp_path: Path
     (tmp_path / "train.py").write_text(_SCRIPT)
     command = [sys.executable, "-m", "creel", "verify", "--json", "train.py", *paths]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    told = json.loads(done.stdout)
-    assert (told["equal"], told["batches"]) == (True, 3 * N // 4)
+    answer = json.loads(done.stdout)
+    assert (answer["equal"], answer["batches"]) == (True, 3 * N // 4)
 
 
 _EXPERIMENT = """

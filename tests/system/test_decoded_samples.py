@@ -121,7 +121,7 @@ def check_epochs(
 
 
 def copied(batch: Any) -> Any:
-    return [one.clone() for one in batch]
+    return [part.clone() for part in batch]
 
 
 def loaders(dataset: Any, paths: list[str], log: Path, **more: Any) -> tuple[Any, Any]:
@@ -234,24 +234,24 @@ def test_the_ranks_of_a_node_decode_each_file_once(
 
     def read(rank: int) -> list[int]:
         torch.set_num_threads(1)  # a fork has no OpenMP threads
-        made = []
+        loaders = []
         for dataset in (make(paths, log), Plain(paths, Decode(log.with_name("other")), Augment())):
             sampler: Any = DistributedSampler(dataset, 2, rank, seed=3)
             kind: Any = DataLoader if isinstance(dataset, Plain) else creel.DataLoader
-            made.append(kind(dataset, 4, sampler=sampler, num_workers=2))
-        ours, theirs = made
-        found = []
+            loaders.append(kind(dataset, 4, sampler=sampler, num_workers=2))
+        ours, theirs = loaders
+        counts = []
 
         def begin(epoch: int) -> None:
             for loader in (ours, theirs):
                 loader.sampler.set_epoch(epoch)
             dist.barrier()
-            found.append(calls(log))
+            counts.append(calls(log))
             dist.barrier()
 
         check_epochs(ours, theirs, 4, begin)
         dist.barrier()
-        return [*found, calls(log)]
+        return [*counts, calls(log)]
 
     for begin, first, _, later, last in ranks(read, tmp_path / "job"):
         assert (begin, first) == (0, ONCE)

@@ -100,7 +100,7 @@ def test_no_reader_waits_for_a_daemon_where_the_page_cache_is_quicker(
         it = iter(ours)
         mine = [next(it)]
         daemon.signal(signal.SIGSTOP)
-        until(lambda: stopped(daemon.pid), what="the daemon stands still")
+        until(lambda: stopped(daemon.pid), event="the daemon stands still")
         session_of(daemon_name).words[OBJECT_NS] = 20_000  # whatever a busy machine measured
         mine += list(it)
         daemon.signal(signal.SIGCONT)
@@ -123,15 +123,15 @@ def test_a_daemon_without_processors_is_not_waited_for_where_reading_is_quick(
         it = iter(ours)
         next(it)
         daemon.signal(signal.SIGSTOP)
-        until(lambda: stopped(daemon.pid), what="the daemon stands still")
+        until(lambda: stopped(daemon.pid), event="the daemon stands still")
         words = session_of(daemon_name).words
         words[OBJECT_NS] = 20_000
         while not ours.stats()["direct_reads"]:
             next(it)
         words[OBJECT_NS] = 3_000_000
-        rest = len(list(it))
+        batches = len(list(it))
         daemon.signal(signal.SIGCONT)
-        assert rest > 2
+        assert batches > 2
         assert ours.stats()["stall_s"]["daemon"] == 0  # no wait until it counted as lost
         del it, ours
 
@@ -153,7 +153,7 @@ def test_files_in_the_page_cache_are_read_by_whoever_decodes_them(
             mine = [next(it)]
             if kind != "rows":
                 daemon.signal(signal.SIGSTOP)
-                until(lambda: stopped(daemon.pid), what="the daemon stands still")
+                until(lambda: stopped(daemon.pid), event="the daemon stands still")
             mine += list(it)
             daemon.signal(signal.SIGCONT)
             assert all(map(torch.equal, mine, batches(DataLoader, data)))
@@ -191,12 +191,12 @@ def test_residents_are_read_in_memory_though_they_lie_in_the_page_cache_too(
         before = ours.stats()["direct_reads"]
         batches = iter(ours)
         for _ in range(len(ours)):
-            until(is_ready, what="the next step is ready")
+            until(is_ready, event="the next step is ready")
             next(batches)
         assert next(batches, None) is None
         return ours.stats()["direct_reads"] - before
 
-    until(lambda: read_directly() == 0, what="an epoch that is read from memory alone")
+    until(lambda: read_directly() == 0, event="an epoch that is read from memory alone")
     assert served
 
 
@@ -229,7 +229,7 @@ def test_files_changed_in_mid_epoch_are_seen_by_direct_reads(
         seen = [next(it)]
         if daemon is not None:
             daemon.signal(signal.SIGSTOP)
-            until(lambda: stopped(daemon.pid), what="the daemon stands still")
+            until(lambda: stopped(daemon.pid), event="the daemon stands still")
             session_of(daemon_name).words[OBJECT_NS] = 20_000
         loader.dataset.indices.reverse()
         seen += list(it)
@@ -260,7 +260,7 @@ def test_below_torchs_loader_nobody_asks_the_daemon_for_what_is_read_as_quickly(
         mine = [next(it)]
         words = session_of(daemon_name).words
         daemon.signal(signal.SIGSTOP)
-        until(lambda: stopped(daemon.pid), what="the daemon stands still")
+        until(lambda: stopped(daemon.pid), event="the daemon stands still")
         words[OBJECT_NS] = 20_000
         mine += list(it)
         daemon.signal(signal.SIGCONT)
@@ -277,7 +277,7 @@ def test_a_daemons_start_is_waited_for_by_no_batch_below_torchs_loader(
     for epoch in range(3):
         theirs = list(batches(DataLoader, Reads(paths)))
         assert all(map(torch.equal, batches(DataLoader, wrapped), theirs)), epoch
-    until(lambda: bool(wrapped[0].numel()) and linked(embedded), what="the daemon is there")
+    until(lambda: bool(wrapped[0].numel()) and linked(embedded), event="the daemon is there")
     assert daemon_of(embedded).is_running()
 
 
@@ -291,7 +291,7 @@ def test_settings_that_the_daemon_has_not_are_named_though_nobody_waits_for_it(
     assert served
     ours = creel.DataLoader(Reads(paths), BATCH, creel={**DIRECT, "memory.budget": "3GB"})
     assert sum(map(len, ours)) == FILES
-    until(lambda: "memory.budget" in caplog.text, what="a warning of the other budget")
+    until(lambda: "memory.budget" in caplog.text, event="a warning of the other budget")
 
 
 class ReadsNothing(Reads):

@@ -86,7 +86,7 @@ class Reading:
         self._client.close()
 
 
-def told(daemon: Running) -> dict[str, Any]:
+def disk_stats(daemon: Running) -> dict[str, Any]:
     """Return the daemon's report of its one dataset, with sources."""
     with daemon.client("cli") as client:
         stats = client.ask("stats")
@@ -99,7 +99,7 @@ def written(daemon: Running) -> int:
     seen = [-1]
 
     def same() -> bool:
-        seen.append(int(told(daemon)["disk_objects"]))
+        seen.append(int(disk_stats(daemon)["disk_objects"]))
         return seen[-1] == seen[-2]
 
     until(same)
@@ -112,10 +112,10 @@ def test_objects_that_memory_has_no_room_for_are_read_from_disk(
     cores = Cores()
     with running(scratch) as daemon, Reading(daemon, files) as reading:
         reading.epoch()
-        first = told(daemon)
+        first = disk_stats(daemon)
         reading.epoch()
         reading.epoch()
-        last = told(daemon)
+        last = disk_stats(daemon)
     assert last["disk_misses"] == last["failed"] == 0
     assert last["tiers"]["disk"]["hits"] == last["disk_reads"]
     assert first["spilled"] > 0
@@ -134,7 +134,7 @@ def test_memory_and_disk_together_are_one_capacity(files: Manifest, scratch: Pat
     with running(scratch, disk="5200KiB") as daemon, Reading(daemon, files) as reading:
         for _ in range(4):
             reading.epoch()
-        counted = told(daemon)
+        counted = disk_stats(daemon)
     assert counted["disk_misses"] == counted["failed"] == 0
     assert counted["reads"] <= 2 * N  # with memory alone: 3
     cores.skip_unless_spare()
@@ -153,7 +153,7 @@ def test_a_killed_daemon_leaves_what_it_had_written_to_the_next(
         with Reading(daemon, files) as reading:
             reading.epoch()
             reading.epoch()
-        counted = told(daemon)
+        counted = disk_stats(daemon)
     assert counted["disk_misses"] == 0
     assert counted["disk_reads"] > 0
     cores.skip_unless_spare()
@@ -170,7 +170,7 @@ def test_a_daemon_killed_while_it_writes_gives_no_wrong_byte_to_the_next(
             reading.steps(12)
     with running(scratch, disk="3MiB") as daemon, Reading(daemon, files) as reading:
         reading.epoch()
-        counted = told(daemon)
+        counted = disk_stats(daemon)
     assert counted["disk_reads"] > 0
     assert counted["failed"] == 0
 
@@ -183,13 +183,13 @@ def test_objects_that_only_memory_has_are_written_when_the_daemon_ends(
         session = opened(client, files, "job", 0, 1, "epoch")
         plan(session, np.arange(N), N, 0, 0)
         session.begin(0)
-        until(lambda: told(daemon)["resident_objects"] == N, what="all is read ahead")
-        assert told(daemon)["spilled"] == 0
+        until(lambda: disk_stats(daemon)["resident_objects"] == N, event="all is read ahead")
+        assert disk_stats(daemon)["spilled"] == 0
         daemon.end()
     cores = Cores()
     with running(scratch, memory="16MiB") as daemon, Reading(daemon, files) as reading:
         reading.epoch()
-        counted = told(daemon)
+        counted = disk_stats(daemon)
     assert counted["disk_misses"] == 0
     assert counted["disk_reads"] + counted["reads"] >= N
     assert counted["disk_reads"] > 0
@@ -204,13 +204,13 @@ def test_rewritten_files_are_served_new(files: Manifest, scratch: Path) -> None:
             reading.epoch()
             rewrite(files, range(0, N, 3))
             reading.epoch()
-            assert told(daemon)["reads"] >= N + N // 3
+            assert disk_stats(daemon)["reads"] >= N + N // 3
         written(daemon)
     rewrite(files, range(1, N, 3))
     cores = Cores()
     with running(scratch) as daemon, Reading(daemon, files) as reading:
         reading.epoch()
-        counted = told(daemon)
+        counted = disk_stats(daemon)
     assert counted["reads"] >= N // 3
     assert counted["disk_reads"] > 0
     cores.skip_unless_spare()
@@ -232,7 +232,7 @@ def test_a_flipped_bit_is_read_anew(files: Manifest, scratch: Path) -> None:
             file.write(bytes([byte ^ 4]))
     with running(scratch) as daemon, Reading(daemon, files) as reading:
         reading.epoch()
-        counted = told(daemon)
+        counted = disk_stats(daemon)
     assert 1 <= counted["disk_misses"] <= 11
     assert counted["disk_reads"] > 0
     cores.skip_unless_spare()
@@ -244,8 +244,8 @@ def test_a_second_daemon_goes_without_and_says_so(files: Manifest, scratch: Path
         for daemon in (first, second):
             with Reading(daemon, files) as reading:
                 reading.epoch()
-        assert told(first)["spilled"] > 0
-        assert told(second)["spilled"] == 0
+        assert disk_stats(first)["spilled"] > 0
+        assert disk_stats(second)["spilled"] == 0
         assert "there is no disk tier" in second.log()
         assert second.log().count("another daemon uses it") == 1
 
@@ -278,7 +278,7 @@ def test_a_dropped_dataset_is_not_found_by_the_next_daemon(files: Manifest, scra
         daemon.end()
     with running(scratch) as daemon, Reading(daemon, files) as reading:
         reading.epoch()
-        assert told(daemon)["disk_reads"] == 0 or told(daemon)["reads"] == N
+        assert disk_stats(daemon)["disk_reads"] == 0 or disk_stats(daemon)["reads"] == N
 
 
 def test_an_idle_dataset_is_found_again_on_disk(files: Manifest, scratch: Path) -> None:
@@ -286,11 +286,11 @@ def test_an_idle_dataset_is_found_again_on_disk(files: Manifest, scratch: Path) 
     with running(scratch, idle="0") as daemon:
         with Reading(daemon, files) as reading:
             reading.epoch()
-        until(lambda: not datasets(daemon), what="the dataset is forgotten")
+        until(lambda: not datasets(daemon), event="the dataset is forgotten")
         cores = Cores()
         with Reading(daemon, files) as reading:
             reading.epoch()
-            counted = told(daemon)
+            counted = disk_stats(daemon)
     assert counted["disk_reads"] > 0
     cores.skip_unless_spare()
     assert counted["reads"] < 0.5 * N
@@ -303,10 +303,10 @@ def rewrite(files: Manifest, ids: range) -> None:
         path.write_bytes(bytes(255 - b for b in path.read_bytes()))
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     changed = path.stat().st_ctime_ns
-    until(lambda: time.time_ns() > changed + 50_000_000, what="its version may be trusted")
+    until(lambda: time.time_ns() > changed + 50_000_000, event="its version may be trusted")
 
 
 def datasets(daemon: Running) -> list[Any]:
     with daemon.client("cli") as client:
-        found: list[Any] = client.ask("datasets")["datasets"]
-    return found
+        rows: list[Any] = client.ask("datasets")["datasets"]
+    return rows

@@ -51,9 +51,9 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("creel-slot")
 
 
-def memfds(found: frozenset[tuple[str, str]]) -> list[str]:
+def memfds(descriptors: frozenset[tuple[str, str]]) -> list[str]:
     """Return the memfds among descriptors, without the arena: the process stays connected."""
-    return [name for _, name in found if "memfd:" in name and "creel-arena" not in name]
+    return [name for _, name in descriptors if "memfd:" in name and "creel-arena" not in name]
 
 
 @pytest.fixture(autouse=True)

@@ -40,18 +40,18 @@ def config(name: str, **more: object) -> Config:
 
 def pid_of(name: str) -> int:
     """Return the pid of the daemon that answers to a name."""
-    found: list[int] = []
+    pids: list[int] = []
 
     def answers() -> bool:
         try:
             with Client.connect(name) as client:
-                found.append(client.daemon_pid)
+                pids.append(client.daemon_pid)
         except NoDaemonError:
             return False
         return True
 
     until(answers, 60, "a daemon serves")
-    return found[0]
+    return pids[0]
 
 
 def test_an_early_daemon_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
@@ -61,7 +61,7 @@ def test_an_early_daemon_stays_without_a_client_until_it_is_let_go(daemon_name: 
     with pytest.raises(AssertionError):
         until(lambda: gone(pid), 1.0)
     start.close()
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -85,7 +85,7 @@ def test_a_daemon_hears_signals_that_the_training_has_blocked(daemon_name: str) 
     assert client is not None
     with client:
         os.kill(client.daemon_pid, signal.SIGTERM)
-        until(lambda: gone(client.daemon_pid), what="it ends")
+        until(lambda: gone(client.daemon_pid), event="it ends")
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -187,7 +187,7 @@ def test_a_working_directory_that_is_gone_is_no_obstacle(
     assert client.ask("stats")["ranks"][0]["direct_reads"] == 0
     pid = client.daemon_pid
     connections.disconnect(daemon_name)
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 def test_an_early_daemon_is_the_one_that_is_used(daemon_name: str) -> None:
@@ -197,7 +197,7 @@ def test_an_early_daemon_is_the_one_that_is_used(daemon_name: str) -> None:
     pid = client.daemon_pid
     assert client.ask("status")["clients"] == 1
     client.close()
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 def test_an_early_daemon_is_let_go_where_settings_want_none_any_more(daemon_name: str) -> None:
@@ -206,7 +206,7 @@ def test_an_early_daemon_is_let_go_where_settings_want_none_any_more(daemon_name
     pid = pid_of(daemon_name)
     off = config(daemon_name, **{"loader.disable": True})
     assert connect_or_start(off, start=start) is None
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 def test_none_is_started_where_one_serves_or_none_is_wanted(daemon_name: str) -> None:
@@ -217,7 +217,7 @@ def test_none_is_started_where_one_serves_or_none_is_wanted(daemon_name: str) ->
     assert start_early(config(daemon_name)) is None
     pid = client.daemon_pid
     client.close()
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 def test_a_loader_of_what_cannot_be_cached_starts_none(
@@ -256,7 +256,7 @@ def test_an_early_daemon_ends_with_a_process_that_never_read(
         assert person.stdout.readline() == b"made\n"
         pid = pid_of(daemon_name)
         person.kill()
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 class Endless(Sequence[str]):
@@ -297,7 +297,7 @@ def test_of_several_processes_one_starts_it(daemon_name: str) -> None:
     assert starts[0] is not None
     starts[0].close()
     client.close()
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
     again = start_early(config(daemon_name))
     assert again is not None
     again.close()
@@ -308,10 +308,10 @@ def test_other_processes_know_that_an_early_daemon_starts(daemon_name: str) -> N
     start = start_early(settings)
     assert start is not None
     assert connections.daemon_starting(settings) or not startable(daemon_name)
-    until(lambda: not connections.daemon_starting(settings), what="the daemon answers")
+    until(lambda: not connections.daemon_starting(settings), event="the daemon answers")
     pid = pid_of(daemon_name)
     start.close()
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 class Opens(torch.utils.data.Dataset[bytes]):
@@ -352,7 +352,7 @@ def test_below_wrap_it_starts_once_it_has_files_to_read(
     assert held(daemon_name)
     pid = pid_of(daemon_name)
     connections.disconnect(daemon_name)
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
     assert early == listed
 
 

@@ -52,7 +52,7 @@ def test_the_first_client_starts_a_daemon_and_the_last_one_ends_it(
     assert read_steps(session, manifest, np.arange(10), 5) == 10
     pid = second.daemon_pid
     second.close()
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 _RACER = """
@@ -103,7 +103,7 @@ def test_four_processes_that_start_at_once_share_one_daemon(daemon_name: str) ->
     assert pids != {0}
     assert starts == 1
     pid = pids.pop()
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 def test_a_daemon_that_cannot_start_says_why_once(
@@ -164,4 +164,4 @@ def test_ctrl_c_in_the_trainers_terminal_does_not_reach_the_daemon(daemon_name: 
         assert client.ask("status")["state"] == "serving"
         assert os.getsid(client.daemon_pid) != os.getsid(0)
         pid = client.daemon_pid
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")

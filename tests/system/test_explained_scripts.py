@@ -91,36 +91,36 @@ def test_a_script_is_run_for_some_steps_and_explained(
 ) -> None:
     assert explained(script, kind, "--steps", "40") == 0
     out, err = capfd.readouterr()
-    told: Any = json.loads(out)
+    answer: Any = json.loads(out)
     assert "training" in err, "the script's own output does not mix with the answer"
     assert not (script.parent / "end").exists(), "it was ended"
     pid = int((script.parent / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists()
-    assert told["workers"] == 1
-    assert told["busy_s"]["decode"] >= BATCH * 0.008
-    assert told["train_s"] >= 0.004
-    made = 1 + SCRIPT.splitlines().index(next(x for x in SCRIPT.splitlines() if "loader = " in x))
-    assert told["advice"]["where"] == f"train.py:{made}"
-    one = next(row for row in told["by_workers"] if row["workers"] == 1)
-    assert one["step_s"] >= BATCH * 0.008
+    assert answer["workers"] == 1
+    assert answer["busy_s"]["decode"] >= BATCH * 0.008
+    assert answer["train_s"] >= 0.004
+    line = 1 + SCRIPT.splitlines().index(next(x for x in SCRIPT.splitlines() if "loader = " in x))
+    assert answer["advice"]["where"] == f"train.py:{line}"
+    inline = next(row for row in answer["by_workers"] if row["workers"] == 1)
+    assert inline["step_s"] >= BATCH * 0.008
     if kind == "files":
-        assert (told["samples"], told["steps"]) == (FILES, FILES // BATCH)
-        assert told["nbytes"] == FILES * 5000
-        assert [row["reads"] for row in told["by_memory"]] == [400, 300, 200, 100, 0]
-        assert "keep_decoded" in {row["what"] for row in told["changes"]}
+        assert (answer["samples"], answer["steps"]) == (FILES, FILES // BATCH)
+        assert answer["nbytes"] == FILES * 5000
+        assert [row["reads"] for row in answer["by_memory"]] == [400, 300, 200, 100, 0]
+        assert "keep_decoded" in {row["what"] for row in answer["changes"]}
     else:
-        assert (told["samples"], told["steps"]) == (FILES, FILES // BATCH)  # as its length says
-        assert (told["by_memory"], told["reads"]) == ([], None)
+        assert (answer["samples"], answer["steps"]) == (FILES, FILES // BATCH)  # as its length says
+        assert (answer["by_memory"], answer["reads"]) == ([], None)
 
 
 def test_ranks_that_torchrun_starts_are_explained_together(
     script: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert explained(script, "files", "--steps", "24", "--ranks", "2") == 0
-    told: Any = json.loads(capfd.readouterr().out)
-    assert (told["ranks"], told["samples"], told["steps"]) == (2, FILES, FILES // BATCH // 2)
-    assert told["busy_s"]["decode"] >= BATCH * 0.008
-    assert told["step_s"] >= BATCH * 0.008
+    answer: Any = json.loads(capfd.readouterr().out)
+    assert (answer["ranks"], answer["samples"], answer["steps"]) == (2, FILES, FILES // BATCH // 2)
+    assert answer["busy_s"]["decode"] >= BATCH * 0.008
+    assert answer["step_s"] >= BATCH * 0.008
     pid = int((script.parent / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists()
 
@@ -184,18 +184,18 @@ def test_what_a_script_reads_by_itself_is_told_and_which_line_serves_it(
 ) -> None:
     script.write_text(READER)
     np.zeros(FILES * 200_000, np.uint8).tofile(tmp_path / "data/rows")
-    how: Any = {"page_cache": kind == "maps", "read_latency": 1000 * READ_S}
-    slow: Any = SlowFS(str(tmp_path / "data"), str(tmp_path / "mount"), **how)  # type: ignore[no-untyped-call]
+    mount: Any = {"page_cache": kind == "maps", "read_latency": 1000 * READ_S}
+    slow: Any = SlowFS(str(tmp_path / "data"), str(tmp_path / "mount"), **mount)  # type: ignore[no-untyped-call]
     with slow:
         words = ["explain", "--json", "--steps", "16", str(script), kind, str(slow.mountpoint)]
         assert main.main(["--name", unique_name(), *words]) == 0
-    found = json.loads(capfd.readouterr().out)
-    reads = found["reads"]
-    assert (found["samples"], found["steps"]) == (FILES, FILES // BATCH)
+    answer = json.loads(capfd.readouterr().out)
+    reads = answer["reads"]
+    assert (answer["samples"], answer["steps"]) == (FILES, FILES // BATCH)
     assert reads["mapped"] == (kind == "maps")
     assert reads["line"].startswith(line)
     assert reads["file"].startswith(str(slow.mountpoint))
     # Each sample waits for one read at least; a look sees a part of those of a busy machine.
     assert reads["storage_s"] > 0.7 * BATCH * READ_S
-    assert reads["storage_s"] <= found["busy_s"]["decode"]
-    assert reads["epoch_s"] < found["epoch_s"] - 0.5 * reads["storage_s"] / 2 * found["steps"]
+    assert reads["storage_s"] <= answer["busy_s"]["decode"]
+    assert reads["epoch_s"] < answer["epoch_s"] - 0.5 * reads["storage_s"] / 2 * answer["steps"]

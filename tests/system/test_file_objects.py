@@ -104,9 +104,9 @@ def classes(d: Path) -> Any:
 def constructed(d: Path) -> Any:
     with raw(d) as f, raw(d, 0) as unbuffered:
         f.read(9)
-        with type(f)(io.FileIO(d / "small")) as one, type(unbuffered)(d / "small", "rb") as other:
-            found = one.read(), other.read(), other.mode, other.name, one.closed, f.read(3)
-        return found, one.closed, other.closed, outcome(lambda: type(f)(str(d / "small"), "rb"))
+        with type(f)(io.FileIO(d / "small")) as file, type(unbuffered)(d / "small", "rb") as other:
+            values = file.read(), other.read(), other.mode, other.name, file.closed, f.read(3)
+        return values, file.closed, other.closed, outcome(lambda: type(f)(str(d / "small"), "rb"))
 
 
 @use
@@ -122,42 +122,56 @@ def descriptor(d: Path) -> Any:
 def numpys(d: Path) -> Any:
     with raw(d) as f, named(d, "a.npy", "rb") as npy, raw(d, 0) as unbuffered:
         f.read(10)
-        found = [np.fromfile(f, np.uint8, 100), f.read(7), np.fromfile(f, np.uint8, 50, offset=3)]
-        found += [f.tell(), np.fromfile(f, np.uint8), f.tell(), np.load(npy), npy.tell()]
-        found += [np.fromfile(unbuffered, np.int32), np.fromfile(d / "small", np.int16)]
-        found += [np.load(d / "a.npy"), np.array(np.load(d / "a.npy", mmap_mode="r"))]
-        found += [np.memmap(d / "raw", np.uint8, "r", 5, (100,)), np.array(np.memmap(f, mode="r"))]
+        arrays = [np.fromfile(f, np.uint8, 100), f.read(7), np.fromfile(f, np.uint8, 50, offset=3)]
+        arrays += [f.tell(), np.fromfile(f, np.uint8), f.tell(), np.load(npy), npy.tell()]
+        arrays += [np.fromfile(unbuffered, np.int32), np.fromfile(d / "small", np.int16)]
+        arrays += [np.load(d / "a.npy"), np.array(np.load(d / "a.npy", mmap_mode="r"))]
+        arrays += [np.memmap(d / "raw", np.uint8, "r", 5, (100,)), np.array(np.memmap(f, mode="r"))]
     with np.load(d / "a.npz") as z:
-        return [x.tobytes() if isinstance(x, np.ndarray) else x for x in (*found, z["x"], z["y"])]
+        return [x.tobytes() if isinstance(x, np.ndarray) else x for x in (*arrays, z["x"], z["y"])]
 
 
 @use
 def reads(d: Path) -> Any:
     with raw(d) as f:
         buffers: list[Any] = [bytearray(1000), np.zeros(300, np.uint16), array.array("h", [0] * 40)]
-        found = [f.readinto(buffer) for buffer in buffers] + [bytes(buffer) for buffer in buffers]
-        found += [f.peek(4)[:4], f.read(0), f.read(3), f.read1(5), f.readinto1(bytearray(3))]
-        found += [f.read(None)[:4], f.read(), outcome(lambda: f.read(-2)), f.seek(9)]
-        return [*found, f.readline(5), f.readline(), f.readlines(90)[:2], f.tell(), f.read(-1)]
+        values = [f.readinto(buffer) for buffer in buffers] + [bytes(buffer) for buffer in buffers]
+        values += [f.peek(4)[:4], f.read(0), f.read(3), f.read1(5), f.readinto1(bytearray(3))]
+        values += [f.read(None)[:4], f.read(), outcome(lambda: f.read(-2)), f.seek(9)]
+        return [*values, f.readline(5), f.readline(), f.readlines(90)[:2], f.tell(), f.read(-1)]
 
 
 @use
 def lines(d: Path) -> Any:
     with named(d, "txt", "rb") as f:
-        found = list(f)
+        read = list(f)
         f.seek(0)
-        return found, next(f), f.readline(), outcome(lambda: (f.seek(0, 2), next(f)))
+        return read, next(f), f.readline(), outcome(lambda: (f.seek(0, 2), next(f)))
 
 
 @use
 def positions(d: Path) -> Any:
     def moved(f: Any) -> Any:
         return several(
-            *(lambda: f.seek(10**6), f.read, f.tell, lambda: f.seek(-5, 2), f.read, f.tell),
-            *(lambda: f.seek(3), lambda: f.seek(4, 1), lambda: f.read(2), lambda: f.seek(-1)),
-            *(lambda: f.seek(-(10**7), 1), lambda: f.seek(-(10**7), 2), lambda: f.seek(0, 9)),
-            *(f.tell, lambda: f.seek(1.5), lambda: f.seek(np.int64(7)), f.tell),
-            *(lambda: f.seek(0, os.SEEK_DATA), f.tell),
+            lambda: f.seek(10**6),
+            f.read,
+            f.tell,
+            lambda: f.seek(-5, 2),
+            f.read,
+            f.tell,
+            lambda: f.seek(3),
+            lambda: f.seek(4, 1),
+            lambda: f.read(2),
+            lambda: f.seek(-1),
+            lambda: f.seek(-(10**7), 1),
+            lambda: f.seek(-(10**7), 2),
+            lambda: f.seek(0, 9),
+            f.tell,
+            lambda: f.seek(1.5),
+            lambda: f.seek(np.int64(7)),
+            f.tell,
+            lambda: f.seek(0, os.SEEK_DATA),
+            f.tell,
         )
 
     with raw(d) as f, raw(d, 0) as unbuffered:
@@ -168,9 +182,11 @@ def positions(d: Path) -> Any:
 def properties(d: Path) -> Any:
     def of(f: Any) -> Any:
         f.mine = 3
-        found = several(f.readable, f.writable, f.seekable, f.isatty, f.flush)
-        found += several(lambda: f.write(b""), lambda: f.truncate(1), lambda: f.writelines([b"a"]))
-        return found, hasattr(f, "getvalue"), hasattr(f, "peek"), bool(f), f.mine
+        answers = several(f.readable, f.writable, f.seekable, f.isatty, f.flush)
+        answers += several(
+            lambda: f.write(b""), lambda: f.truncate(1), lambda: f.writelines([b"a"])
+        )
+        return answers, hasattr(f, "getvalue"), hasattr(f, "peek"), bool(f), f.mine
 
     with raw(d) as f, raw(d, 0) as unbuffered, named(d, "txt", encoding="utf8") as text:
         return of(f), of(unbuffered), of(text)
@@ -180,10 +196,10 @@ def properties(d: Path) -> Any:
 def after_the_end(d: Path) -> Any:
     def ended(f: Any) -> Any:
         with f as same:
-            found: list[Any] = [same is f]
-        found += several(f.__enter__, f.read, f.fileno, f.tell, lambda: f.seek(0), f.readline)
-        found += several(lambda: next(f), f.readable, f.seekable, f.isatty, f.close)
-        return found, f.closed, f.name, f.mode, repr(f)
+            answers: list[Any] = [same is f]
+        answers += several(f.__enter__, f.read, f.fileno, f.tell, lambda: f.seek(0), f.readline)
+        answers += several(lambda: next(f), f.readable, f.seekable, f.isatty, f.close)
+        return answers, f.closed, f.name, f.mode, repr(f)
 
     return [ended(f) for f in (raw(d), raw(d, 0), named(d, "txt", encoding="utf8"))]
 
@@ -192,7 +208,9 @@ def after_the_end(d: Path) -> Any:
 def copied(d: Path) -> Any:
     with raw(d) as f, named(d, "txt", encoding="utf8") as text:
         return several(
-            *(lambda: copy.copy(f), lambda: copy.deepcopy(f), lambda: pickle.dumps(f)),
+            lambda: copy.copy(f),
+            lambda: copy.deepcopy(f),
+            lambda: pickle.dumps(f),
             lambda: pickle.dumps(text),
         )
 
@@ -202,88 +220,98 @@ def taken_apart(d: Path) -> Any:
     f = raw(d)
     f.read(10)
     with f.detach() as below:
-        found = isinstance(below, io.FileIO), *several(f.read, lambda: f.name)
+        parts = isinstance(below, io.FileIO), *several(f.read, lambda: f.name)
         below.seek(2)
-        found += below.read(5), below.readall(), below.read(), below.tell()
+        parts += below.read(5), below.readall(), below.read(), below.tell()
     with raw(d) as f, io.BufferedReader(raw(d), 50) as over:
-        return found, f.raw.read(10), f.raw.tell(), over.read()
+        return parts, f.raw.read(10), f.raw.tell(), over.read()
 
 
 @use
 def text(d: Path) -> Any:
     path = d / "txt"
     with named(d, "txt", encoding="utf8") as f:
-        found = [f.readline(), f.read(10), f.encoding, f.errors, f.newlines, f.line_buffering]
+        lines = [f.readline(), f.read(10), f.encoding, f.errors, f.newlines, f.line_buffering]
         at = f.tell()
-        found += [f.read(3), f.seek(at), f.read(), f.buffer.name]
+        lines += [f.read(3), f.seek(at), f.read(), f.buffer.name]
     with io.TextIOWrapper(named(d, "txt", "rb"), "utf8", newline="") as f:
-        found += list(f)
+        lines += list(f)
     with named(d, "txt", encoding="ascii") as f:
         f.reconfigure(encoding="utf8", newline="\r")
-        found += f.readlines()[:2]
+        lines += f.readlines()[:2]
     with codecs.open(str(path), "rb") as binary:
-        found += [path.read_text("utf8"), path.read_bytes(), binary.read()]
+        lines += [path.read_text("utf8"), path.read_bytes(), binary.read()]
     with named(d, "csv", newline="") as f:
-        found += list(csv.reader(f))[:4]
-    return found
+        lines += list(csv.reader(f))[:4]
+    return lines
 
 
 @use
 def refusals(d: Path) -> Any:
     return several(
-        *(lambda: named(d, "raw", encoding="ascii").read(), lambda: named(d, "txt", encoding="no")),
-        *(lambda: named(d, "txt", "rb", encoding="utf8"), lambda: named(d, "txt", "rt", 0)),
-        *(lambda: named(d, "txt", "q"), lambda: named(d, "txt", newline="z"), lambda: open(d)),  # noqa: PTH123
-        *(lambda: named(d, "none", "rb"), lambda: named(d, "raw/x"), lambda: open("a\0b")),  # noqa: PTH123
+        lambda: named(d, "raw", encoding="ascii").read(),
+        lambda: named(d, "txt", encoding="no"),
+        lambda: named(d, "txt", "rb", encoding="utf8"),
+        lambda: named(d, "txt", "rt", 0),
+        lambda: named(d, "txt", "q"),
+        lambda: named(d, "txt", newline="z"),
+        lambda: open(d),  # noqa: PTH123
+        lambda: named(d, "none", "rb"),
+        lambda: named(d, "raw/x"),
+        lambda: open("a\0b"),  # noqa: PTH123
     )
 
 
 @use
 def formats(d: Path) -> Any:
-    found = []
+    contents = []
     with zipfile.ZipFile(d / "zip") as z, named(d, "zip", "rb") as f, zipfile.ZipFile(f) as other:
-        found += [z.read("one"), other.read("one"), zipfile.is_zipfile(d / "zip")]
+        contents += [z.read("one"), other.read("one"), zipfile.is_zipfile(d / "zip")]
     with tarfile.open(d / "tar") as t, tarfile.open(fileobj=named(d, "tar", "rb")) as other_tar:
-        members: list[Any] = [(one, one.next()) for one in (t, other_tar)]
-        found += [one.extractfile(member).read() for one, member in members]
+        members: list[Any] = [(tar, tar.next()) for tar in (t, other_tar)]
+        contents += [tar.extractfile(member).read() for tar, member in members]
     with gzip.open(d / "gz") as g, named(d, "gz", "rb") as f, gzip.open(f) as other_gz:
-        found += [g.read(), other_gz.read()]
+        contents += [g.read(), other_gz.read()]
     with named(d, "json", "rb") as f, named(d, "json") as as_text:
-        found += [json.load(f), json.load(as_text)]
+        contents += [json.load(f), json.load(as_text)]
     with named(d, "pickle", "rb") as f, named(d, "xml", "rb") as xml:
-        found += [pickle.load(f), len(ET.parse(xml).getroot()), len(ET.parse(d / "xml").getroot())]
+        contents += [
+            pickle.load(f),
+            len(ET.parse(xml).getroot()),
+            len(ET.parse(d / "xml").getroot()),
+        ]
     with named(d, "pt", "rb") as f, named(d, "old.pt", "rb") as old:
-        loaded = [torch.load(one) for one in (f, old, d / "pt", d / "old.pt")]
-        return found, [int(x.sum()) for x in loaded], int(torch.load(d / "pt", mmap=True).sum())
+        loaded = [torch.load(file) for file in (f, old, d / "pt", d / "old.pt")]
+        return contents, [int(x.sum()) for x in loaded], int(torch.load(d / "pt", mmap=True).sum())
 
 
 @use
 def other_ways(d: Path) -> Any:
     fd = os.open(d / "raw", os.O_RDONLY)
-    found = [os.read(fd, 10), os.pread(fd, 10, 50), os.lseek(fd, 0, 2), os.fstat(fd).st_size]
+    bytes_read = [os.read(fd, 10), os.pread(fd, 10, 50), os.lseek(fd, 0, 2), os.fstat(fd).st_size]
     os.lseek(fd, 3, 0)
     with os.fdopen(fd, "rb") as f:
-        found += [f.read(), f.name == fd]
+        bytes_read += [f.read(), f.name == fd]
     with raw(d) as f, io.BytesIO() as out:
         shutil.copyfileobj(f, out)
-        found.append(out.getvalue())
+        bytes_read.append(out.getvalue())
         f.seek(0)
-        found += [struct.unpack("<4i", f.read(16)), os.pread(f.fileno(), 3, 7)]
+        bytes_read += [struct.unpack("<4i", f.read(16)), os.pread(f.fileno(), 3, 7)]
         numbers = array.array("i")
         numbers.fromfile(f, 100)
-        found.append(numbers.tobytes())
-        thread = threading.Thread(target=lambda: found.append(f.read()))
+        bytes_read.append(numbers.tobytes())
+        thread = threading.Thread(target=lambda: bytes_read.append(f.read()))
         thread.start()
         thread.join()
     with raw(d) as f:
-        found.append(subprocess.check_output(["/usr/bin/head", "-c", "20"], stdin=f))
+        bytes_read.append(subprocess.check_output(["/usr/bin/head", "-c", "20"], stdin=f))
     with io.FileIO(d / "raw") as f, io.open_code(str(d / "raw")) as code:
-        found += [f.read(), code.read()]
+        bytes_read += [f.read(), code.read()]
     shutil.copyfile(d / "raw", d / "copy")
     sizes = [named(d, "raw", "rb", n).read(10) for n in (2, 16, 100_000)]
     opener = named(d, "raw", "rb", opener=os.open)
     with opener, closing(named(d, b"raw".decode(), "rb", 0)) as unbuffered:
-        return found, sizes, opener.read(), unbuffered.readall(), (d / "copy").read_bytes()
+        return bytes_read, sizes, opener.read(), unbuffered.readall(), (d / "copy").read_bytes()
 
 
 class Uses(Dataset[Any]):
@@ -311,5 +339,5 @@ def test_each_use_of_a_file_gives_what_it_gives_without_creel(tmp_path: Path, wh
         options = {"loader.direct": "never"}
         ours = creel.DataLoader(creel.wrap(bare, whole=whole), None, creel=options)
         for _ in range(4):
-            for one, other in zip(ours, theirs, strict=True):
-                assert one == other
+            for value, other in zip(ours, theirs, strict=True):
+                assert value == other

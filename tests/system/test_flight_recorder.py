@@ -79,8 +79,8 @@ def test_every_batch_has_its_row_and_waits_sum_to_the_stalls(
     monkeypatch.setattr("creel.loader.line.batches.places.INLINE_NBYTES", 1)
     kind: dict[str, Any] = {"nbytes": [NBYTES] * FILES} if large else {"decode": decode}
     dataset = creel.FileDataset(files, **kind)
-    how: dict[str, Any] = {} if large else {"collate_fn": collate}
-    loader = creel.DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, **how)
+    options: dict[str, Any] = {} if large else {"collate_fn": collate}
+    loader = creel.DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, **options)
     began = time.monotonic_ns()
     for _ in range(2):
         batches = sum(1 for _ in loader)
@@ -103,8 +103,8 @@ def test_every_batch_has_its_row_and_waits_sum_to_the_stalls(
     stalls = sum(loader.stats()["stall_s"].values())  # type: ignore[attr-defined]
     waits = sum(row.taken - row.wait_began for row in rows)
     assert waits / 1e9 == pytest.approx(stalls, rel=0.01)
-    (told,) = answer_of(daemon)["ranks"]
-    assert sum(told["stall_s"][cause] for cause in CAUSES) == pytest.approx(waits / 1e9, rel=0.01)
+    (rank,) = answer_of(daemon)["ranks"]
+    assert sum(rank["stall_s"][cause] for cause in CAUSES) == pytest.approx(waits / 1e9, rel=0.01)
 
 
 @pytest.mark.usefixtures("served")
@@ -160,9 +160,9 @@ def test_a_loader_without_a_session_counts_while_its_epoch_runs(
     batches = iter(loader)
     for _ in range(8):
         next(batches)
-    told: Any = loader.stats()
-    assert told["busy_s" if workers else "stall_s"]["decode"] >= 0.03
-    assert sum(told["stall_s"].values()) > 0
+    stats: Any = loader.stats()
+    assert stats["busy_s" if workers else "stall_s"]["decode"] >= 0.03
+    assert sum(stats["stall_s"].values()) > 0
     assert connections.connected(embedded) is None  # no daemon was started for that
 
 
@@ -180,7 +180,7 @@ def test_a_dataset_without_objects_is_counted_and_recorded_where_a_daemon_runs(
         # The session may have come too late for this epoch: then the next one looks again.
         return loader._creel_state._stream is not None
 
-    until(counted, what="the daemon counts")
+    until(counted, event="the daemon counts")
     before = answer_of(daemon)["ranks"][0]
     assert before["batches"] == 16 * epochs, "those before the session was there, too"
     assert before["samples"] == 64 * epochs
@@ -224,7 +224,7 @@ def test_a_stopped_daemon_holds_up_no_loader_that_it_would_only_count(
     loader = creel.DataLoader(Opaque(), 4)
     daemon.signal(signal.SIGSTOP)
     try:
-        until(lambda: stopped(daemon.pid), what="the daemon is stopped")
+        until(lambda: stopped(daemon.pid), event="the daemon is stopped")
         assert len(list(loader)) == 16
     finally:
         daemon.signal(signal.SIGCONT)

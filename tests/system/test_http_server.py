@@ -49,8 +49,8 @@ def get(url: str, span: str = "") -> bytes:
 )
 def test_ranges_are_those_of_http(server: Server, span: str, wanted: bytes) -> None:
     assert get(f"{server.url}/a%20b/x.bin", span) == wanted
-    told = server.stats()
-    assert (told["gets"], told["bytes"], told["files"]) == (1, len(wanted), 1)
+    counts = server.stats()
+    assert (counts["gets"], counts["bytes"], counts["files"]) == (1, len(wanted), 1)
 
 
 def test_folders_are_listed_and_what_is_outside_is_not_found(server: Server, root: Path) -> None:
@@ -85,10 +85,10 @@ def test_every_nth_get_fails_when_asked_for(root: Path) -> None:
             except urllib.error.HTTPError as e:  # noqa: PERF203 - one answer at a time
                 codes.append(e.code)
                 e.close()
-        told = server.stats(reset=True)
+        counts = server.stats(reset=True)
         assert server.stats()["gets"] == 0
     assert codes == [200, 200, 503, 200, 200, 503]
-    assert (told["gets"], told["errors"], told["bytes"]) == (6, 2, 40)
+    assert (counts["gets"], counts["errors"], counts["bytes"]) == (6, 2, 40)
 
 
 def test_the_server_ends_with_whoever_started_it(root: Path) -> None:

@@ -58,16 +58,16 @@ def test_200_short_lived_jobs_leave_no_more_than_a_few(tmp_path: Path) -> None:
             with daemon.client() as client:
                 read_all(client, dataset(tmp_path, number))
         with daemon.client("cli") as client:
-            until(lambda: len(known(client)) == 8, what="all but the last 8 are gone")
-            told = known(client)
-            assert set(told) == {f"{n:03}" for n in range(192, 200)}
-            assert all(d["resident_objects"] == 4 for d in told.values())
+            until(lambda: len(known(client)) == 8, event="all but the last 8 are gone")
+            datasets = known(client)
+            assert set(datasets) == {f"{n:03}" for n in range(192, 200)}
+            assert all(d["resident_objects"] == 4 for d in datasets.values())
             # Counters do not decrease when a dataset is forgotten.
             assert client.ask("stats")["tiers"]["memory"]["misses"] == 800
             used = client.ask("status")["memory"]["used_nbytes"]
             assert used <= 8 * 4 * 512
             # Each had 3 descriptors, 2 mappings and a thread at least, which ends later.
-            until(lambda: held(daemon) < begun + 6 * 100, what="what 192 datasets held is gone")
+            until(lambda: held(daemon) < begun + 6 * 100, event="what 192 datasets held is gone")
 
 
 def test_the_next_run_finds_its_data_and_a_later_one_does_not(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_the_next_run_finds_its_data_and_a_later_one_does_not(tmp_path: Path) ->
         with daemon.client() as client:
             read_all(client, manifest)
         with daemon.client("cli") as client:
-            until(lambda: not known(client), what="it is forgotten at once")
+            until(lambda: not known(client), event="it is forgotten at once")
         with daemon.client() as client:
             read_all(client, manifest)
 
@@ -95,10 +95,10 @@ def test_datasets_that_a_client_means_to_read_stay(tmp_path: Path) -> None:
         key = client.register(second)
         with daemon.client() as other:
             read_all(other, third)
-        until(lambda: set(known(client)) == {"000", "001"}, what="only the third went")
+        until(lambda: set(known(client)) == {"000", "001"}, event="only the third went")
         opened(client, key)
         session.close()
-        until(lambda: set(known(client)) == {"001"}, what="a closed one goes, its client stays")
+        until(lambda: set(known(client)) == {"001"}, event="a closed one goes, its client stays")
 
 
 def test_a_full_register_makes_room_by_forgetting_idle_ones(tmp_path: Path) -> None:

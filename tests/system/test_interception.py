@@ -269,26 +269,29 @@ def changed_hdf5(path: str) -> Any:
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize(
-    ("how", "kind"),
+    ("change", "kind"),
     [
-        *((how, creel.DataLoader) for how in (rewritten, replaced_by_keyword, saved, changed_hdf5)),
-        *((how, DataLoader) for how in (rewritten, replaced, moved)),
+        *(
+            (change, creel.DataLoader)
+            for change in (rewritten, replaced_by_keyword, saved, changed_hdf5)
+        ),
+        *((change, DataLoader) for change in (rewritten, replaced, moved)),
     ],
 )
 def test_a_sample_that_changes_its_file_reads_what_is_there(
-    tmp_path: Path, how: Callable[[str], Any], kind: Any
+    tmp_path: Path, change: Callable[[str], Any], kind: Any
 ) -> None:
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
-    ours = loader(creel.wrap(Plain(tmp_path / "ours", how)), kind)
-    theirs = loader(Plain(tmp_path / "theirs", how), DataLoader)
+    ours = loader(creel.wrap(Plain(tmp_path / "ours", change)), kind)
+    theirs = loader(Plain(tmp_path / "theirs", change), DataLoader)
     for _ in range(4):
         assert list(ours) == list(theirs)
 
 
 def odd(path: str) -> list[Any]:
     """Return attributes and errors of file objects, and results of calls that are not cached."""
-    found: list[Any] = []
+    values: list[Any] = []
     for args, more in [
         ((path,), {}),
         ((path, "rb"), {}),
@@ -313,15 +316,21 @@ def odd(path: str) -> list[Any]:
     ]:
         try:
             with open(*args, **more) as f:  # type: ignore[call-overload]  # noqa: PTH123
-                found += [f.name, f.mode.replace("b", ""), f.readable(), f.seekable(), f.writable()]
+                values += [
+                    f.name,
+                    f.mode.replace("b", ""),
+                    f.readable(),
+                    f.seekable(),
+                    f.writable(),
+                ]
                 f.seek(0, 2)
-                found += [f.tell(), f.seek(40), f.read(50), f.readline(), f.closed]
-            found.append(f.closed)
+                values += [f.tell(), f.seek(40), f.read(50), f.readline(), f.closed]
+            values.append(f.closed)
             with pytest.raises(ValueError, match="closed file"):
                 f.read()
         except Exception as e:  # noqa: BLE001, PERF203
-            found += [type(e), str(e)]
-    return found
+            values += [type(e), str(e)]
+    return values
 
 
 @pytest.mark.usefixtures("daemon")
@@ -330,13 +339,13 @@ def test_arguments_and_refusals_are_pythons(tmp_path: Path) -> None:
     ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
     for _ in range(3):
         for batch, expected in zip(ours, theirs, strict=True):
-            for found, wanted in zip(batch, expected, strict=True):
-                assert [x for x, y in zip(found, wanted, strict=True) if x != y] == []
+            for answers, wanted in zip(batch, expected, strict=True):
+                assert [x for x, y in zip(answers, wanted, strict=True) if x != y] == []
 
 
 def sought(path: str) -> list[Any]:
     """Return where seeks lead, also before the beginning and to holes; and the file's bytes."""
-    found: list[Any] = []
+    values: list[Any] = []
     for buffering in (-1, 0):
         for offset, whence in [
             (-1 << 20, os.SEEK_END),  # as for a tag at the end of a file that is too short
@@ -351,23 +360,23 @@ def sought(path: str) -> list[Any]:
             with open(path, "rb", buffering) as f:  # noqa: PTH123
                 f.seek(40)
                 try:
-                    found.append(f.seek(offset, whence))
+                    values.append(f.seek(offset, whence))
                 except OSError as e:
-                    found.append(e.errno)
-                found += [f.tell(), f.read(7)]
+                    values.append(e.errno)
+                values += [f.tell(), f.read(7)]
     with open(path, "rb") as f:  # noqa: PTH123
         raw: Any = f.raw
-        found += [raw.read(3), raw.seek(9), f.read(3)]
-    return found
+        values += [raw.read(3), raw.seek(9), f.read(3)]
+    return values
 
 
 def descriptors(path: str) -> list[Any]:
     """Use read-only descriptors of `os.open` and of a file object."""
-    found: list[Any] = []
+    values: list[Any] = []
     with open(path, "rb") as f:  # noqa: PTH123
         for fd in (os.open(path, os.O_RDONLY), os.dup(f.fileno())):
-            found += [fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE, os.get_inheritable(fd)]
-            found += [os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_CUR)]
+            values += [fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE, os.get_inheritable(fd)]
+            values += [os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_CUR)]
             for act in (
                 lambda fd=fd: os.write(fd, b"x"),
                 lambda fd=fd: os.ftruncate(fd, 0),
@@ -375,11 +384,11 @@ def descriptors(path: str) -> list[Any]:
             ):
                 with pytest.raises(OSError) as refused:  # noqa: PT011
                     act()
-                found.append(refused.value.errno)
+                values.append(refused.value.errno)
             with mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
-                found.append(mapped[:])
+                values.append(mapped[:])
             os.close(fd)
-    return found
+    return values
 
 
 @pytest.mark.usefixtures("daemon")

@@ -79,7 +79,7 @@ def each_rank(slow: SlowFiles, tmp_path: Path, loaders: Any, epochs: int = EPOCH
     def read(rank: int) -> list[int]:
         torch.set_num_threads(1)  # a fork has no OpenMP threads
         ours, theirs = loaders(rank)
-        found = []
+        opens = []
         for epoch in range(epochs):
             for loader in (ours, theirs):
                 if isinstance(loader.sampler, DistributedSampler):
@@ -89,14 +89,14 @@ def each_rank(slow: SlowFiles, tmp_path: Path, loaders: Any, epochs: int = EPOCH
             dist.barrier()
             batches = list(ours)
             dist.barrier()
-            found.append(slow.opens() - before)
+            opens.append(slow.opens() - before)
             dist.barrier()
             assert same(batches, list(theirs))
-        return found
+        return opens
 
-    one, other = ranks(read, tmp_path)
-    assert one == other
-    return list(one)
+    first, other = ranks(read, tmp_path)
+    assert first == other
+    return list(first)
 
 
 class Whole(OpaqueFiles):
@@ -118,11 +118,11 @@ def by_sampler(slow: SlowFiles, rank: int, **more: Any) -> tuple[Any, Any]:
         Whole(slow.folder),
     )
     kinds: Any = (creel.DataLoader, ours), (DataLoader, theirs)
-    made = (
+    loaders = (
         kind(dataset, 4, sampler=DistributedSampler(dataset, 2, rank, seed=3), **more)
         for kind, dataset in kinds
     )
-    return next(made), next(made)
+    return next(loaders), next(loaders)
 
 
 @pytest.mark.usefixtures("daemon")
@@ -131,8 +131,8 @@ def test_the_daemon_reads_from_the_second_epoch_on_what_any_rank_has_read(
     slow: SlowFiles, tmp_path: Path, workers: int, *, persistent: bool
 ) -> None:
     more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
-    found = each_rank(slow, tmp_path, lambda rank: by_sampler(slow, rank, **more))
-    assert found == [N, N, 0, 0]
+    opens = each_rank(slow, tmp_path, lambda rank: by_sampler(slow, rank, **more))
+    assert opens == [N, N, 0, 0]
 
 
 class Later:
@@ -161,10 +161,10 @@ def test_recordings_from_before_a_daemon_answers_are_not_lost(
         ours, theirs = by_sampler(slow, rank, **more)
         return Later(ours, pytest.MonkeyPatch()), theirs
 
-    found = each_rank(slow, tmp_path, loaders, 6)
-    assert found[0] == N
+    opens = each_rank(slow, tmp_path, loaders, 6)
+    assert opens[0] == N
     # On a busy machine a rank comes late to the meeting, and reads by itself in an epoch more.
-    assert found[-1] == 0
+    assert opens[-1] == 0
 
 
 def test_without_a_daemon_each_rank_reads_as_with_torch(
@@ -204,8 +204,8 @@ def test_a_journal_outlives_the_daemon_by_which_the_ranks_share_it(
                 dist.barrier()
         return opens
 
-    one, other = ranks(read, tmp_path)
-    assert one == other == [N, 0, 0]
+    first, other = ranks(read, tmp_path)
+    assert first == other == [N, 0, 0]
 
 
 def test_a_journal_is_given_on_as_long_as_the_client_that_offered_it(daemon: Running) -> None:
@@ -216,7 +216,7 @@ def test_a_journal_is_given_on_as_long_as_the_client_that_offered_it(daemon: Run
         given = Descriptor(client.join_journal("name", own[i].fd))
         return os.fstat(given.fd).st_ino
 
-    inodes = [os.fstat(one.fd).st_ino for one in own]
+    inodes = [os.fstat(journal.fd).st_ino for journal in own]
     with daemon.client() as other:
         with daemon.client() as first:
             assert [joint(first, 0), joint(other, 1)] == [inodes[0]] * 2
@@ -255,16 +255,18 @@ def test_ranks_count_their_datasets_alike_also_while_no_daemon_answers(
     def journals(*answers: bool) -> list[RanksJournal | None]:
         """Return those of a rank's datasets; `answers`: whether a daemon answers then."""
         monkeypatch.setattr(recording, "_begun", Counter())
-        found = []
-        for one in answers:
+        journals_of_rank = []
+        for running in answers:
             with monkeypatch.context() as patch:
-                if not one:
+                if not running:
                     patch.setattr(recording, "client_of", lambda _: None)
-                found.append(recording.journal_of_ranks(dataset, config, AS_IT_IS))
-        return found
+                journals_of_rank.append(recording.journal_of_ranks(dataset, config, AS_IT_IS))
+        return journals_of_rank
 
-    one, other = journals(False, True), journals(True, True)
-    inodes = [journal and os.fstat(journal.place.file.own.fd).st_ino for journal in one + other]
+    first, other = journals(False, True), journals(True, True)
+    inodes = [
+        journal and os.fstat(journal.place.file.descriptor.fd).st_ino for journal in first + other
+    ]
     assert inodes[0] is None
     assert inodes[1] == inodes[3] != inodes[2]
 
@@ -369,6 +371,6 @@ def test_ranks_whose_datasets_differ_learn_for_themselves(slow: SlowFiles, tmp_p
         ours, theirs = Hidden(slow.fs.mountpoint, rank), Hidden(slow.folder, rank)
         return creel.DataLoader(creel.wrap(ours), 4), DataLoader(theirs, 4)
 
-    found = each_rank(slow, tmp_path, loaders)
-    assert found[0] == N
-    assert found[-1] == 0
+    opens = each_rank(slow, tmp_path, loaders)
+    assert opens[0] == N
+    assert opens[-1] == 0

@@ -19,7 +19,7 @@ import pytest
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
 from creel.cache.memory.shared_words import STATE
 from creel.cache.storage.manifest import Manifest
-from creel.daemon.service.memory import kept_memory
+from creel.daemon.service.memory import restart_memory
 from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
 from creel.settings import MemorySettings
@@ -62,7 +62,7 @@ class Manager:
             pass_fds=[fd for _, fd in given],
             stderr=self._log,
         )
-        until(self._serves, 60, what="the daemon serves")
+        until(self._serves, 60, event="the daemon serves")
         self._hear()
         return Client.connect(self.name)
 
@@ -136,7 +136,7 @@ def held_by_the_last(manager: Manager, path: Path) -> Manifest:
 
 
 def reads(client: Client) -> int:
-    return sum(int(one["reads"]) for one in client.ask("stats")["sources"])
+    return sum(int(source["reads"]) for source in client.ask("stats")["sources"])
 
 
 def expected(manifest: Manifest, i: int) -> bytes:
@@ -157,7 +157,7 @@ def test_a_restart_reads_nothing_again(manager: Manager, tmp_path: Path, kind: s
         manager.stop()
     assert sorted(manager.store) == ["creel-arena", "creel-index"]
     with manager.start() as client:
-        until(lambda: len(client.ask("datasets")["datasets"]) == 1, what="registered")
+        until(lambda: len(client.ask("datasets")["datasets"]) == 1, event="registered")
         (row,) = client.ask("datasets")["datasets"]
         assert row["resident_objects"] == N
         assert manager.store == {}, "nothing is left with the manager"
@@ -190,9 +190,9 @@ def test_a_dataset_that_grew_survives_a_restart(manager: Manager, tmp_path: Path
         assert session.wait(6, 20)
         manager.stop()
     with manager.start() as client:
-        until(lambda: len(client.ask("datasets")["datasets"]) == 2, what="registered")
+        until(lambda: len(client.ask("datasets")["datasets"]) == 2, event="registered")
         rows = client.ask("datasets")["datasets"]
-        assert [one["resident_objects"] for one in rows if one["objects"] == len(both)] == [70]
+        assert [row["resident_objects"] for row in rows if row["objects"] == len(both)] == [70]
         session = opened(client, both)
         plan(session, ids, 10)
         assert read_steps(session, both, ids, 10) == len(both)
@@ -238,7 +238,9 @@ def test_another_budget_begins_with_an_empty_arena(manager: Manager, tmp_path: P
         files = [
             fd.stat() for fd in Path(f"/proc/{client.daemon_pid}/fd").iterdir() if _is_arena(fd)
         ]
-        assert {(one.st_ino, one.st_size) for one in files} == {(files[0].st_ino, 16 << 20)}
+        assert {(status.st_ino, status.st_size) for status in files} == {
+            (files[0].st_ino, 16 << 20)
+        }
 
 
 def _is_arena(fd: Path) -> bool:
@@ -277,35 +279,35 @@ def test_a_reader_whose_session_closes_while_the_daemon_drains_takes_no_byte_of_
             stamp = theirs.hold(3)
             assert theirs.held(3, stamp)
             manager.process.send_signal(signal.SIGTERM)
-            until(lambda: session.words[STATE] == 1, what="it drains")
+            until(lambda: session.words[STATE] == 1, event="it drains")
             session.close()
             manager.process.wait(30)
             assert not theirs.held(3, stamp), "what was being copied is discarded"
             assert theirs.hold(3) == -1
 
 
-@pytest.mark.parametrize("what", ["columns", "ranges", "manifest", "places", "nothing"])
+@pytest.mark.parametrize("damage", ["columns", "ranges", "manifest", "places", "nothing"])
 def test_a_damaged_index_costs_the_memory_alone(
-    manager: Manager, tmp_path: Path, what: str
+    manager: Manager, tmp_path: Path, damage: str
 ) -> None:
     manifest = data(tmp_path, "files")
     held = [manifest.location(i)[2] for i in range(2)]
-    columns = np.array([[64 if what == "places" else 0, 1 << 20], held, [0, 0]]).tobytes()
+    columns = np.array([[64 if damage == "places" else 0, 1 << 20], held, [0, 0]]).tobytes()
     sizes = -(-np.array(held) // 64) * 64
-    ranges = np.array([[1 << 20 if what == "ranges" else 0, 1 << 20], sizes]).tobytes()
-    arena = Descriptor(sealed_memfd(kept_memory.ARENA, 32 << 20))
-    columns = columns[: -5 if what == "columns" else None]
-    table = manifest.to_arrow()[: 200 if what == "manifest" else None]
+    ranges = np.array([[1 << 20 if damage == "ranges" else 0, 1 << 20], sizes]).tobytes()
+    arena = Descriptor(sealed_memfd(restart_memory.ARENA, 32 << 20))
+    columns = columns[: -5 if damage == "columns" else None]
+    table = manifest.to_arrow()[: 200 if damage == "manifest" else None]
     ids = IDS[:2].tobytes()
-    dataset = kept_memory.StoredDataset(manifest.key, table, ids, columns, ranges, {}, 64)
+    dataset = restart_memory.StoredDataset(manifest.key, table, ids, columns, ranges, {}, 64)
     memory = MemorySettings(budget="32MiB")
-    index = kept_memory.write_index(memory, 1 << 40, 32 << 20, [dataset])
-    manager.store = {kept_memory.ARENA: os.dup(arena.fd), kept_memory.INDEX: os.dup(index.fd)}
+    index = restart_memory.write_index(memory, 1 << 40, 32 << 20, [dataset])
+    manager.store = {restart_memory.ARENA: os.dup(arena.fd), restart_memory.INDEX: os.dup(index.fd)}
     with manager.start() as client:
         session = opened(client, manifest, recheck="epoch")
         held_now = client.ask("datasets")["datasets"][0]["resident_objects"]
-        assert held_now == (2 if what == "nothing" else 0)
-        assert ("of no use" in manager.log()) is (what in ("columns", "ranges", "places"))
+        assert held_now == (2 if damage == "nothing" else 0)
+        assert ("of no use" in manager.log()) is (damage in ("columns", "ranges", "places"))
         session.begin(0)
         plan(session, IDS, 10)
         assert read_steps(session, manifest, IDS, 10) == N

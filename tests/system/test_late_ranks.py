@@ -37,7 +37,7 @@ class Gated(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         gate = self.gates.get(index)
         if gate is not None:
-            until(gate.exists, 120, what="the gate opens")
+            until(gate.exists, 120, event="the gate opens")
         return index
 
 
@@ -50,19 +50,19 @@ def test_the_late_rank_names_itself_and_its_worker_before_the_collective_gives_u
 
     def act(rank: int) -> Any:
         group = dist.new_group(timeout=datetime.timedelta(seconds=COLLECTIVE_S))
-        told: list[tuple[float, str]] = []
+        messages: list[tuple[float, str]] = []
 
         def shown(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
             # On a busy machine a worker's start may take long, too.
             if issubclass(category, StallWarning) and "starting" not in str(message):
-                told.append((time.monotonic(), str(message)))
-                if len(told) == 1:
+                messages.append((time.monotonic(), str(message)))
+                if len(messages) == 1:
                     (tmp_path / "first").touch()
 
         warnings.simplefilter("default", StallWarning)  # as in a program: a warning is no error
         warnings.showwarning = shown
-        gated, how = Gated(rank, tmp_path), {"loader.hung_s": HUNG_S}
-        loader = creel.DataLoader(gated, 4, num_workers=1, creel=how)
+        gated, options = Gated(rank, tmp_path), {"loader.hung_s": HUNG_S}
+        loader = creel.DataLoader(gated, 4, num_workers=1, creel=options)
         gave_up = None
         for batch in loader:
             if gave_up is None:
@@ -71,7 +71,7 @@ def test_the_late_rank_names_itself_and_its_worker_before_the_collective_gives_u
                 except RuntimeError:
                     gave_up = time.monotonic()
                     (tmp_path / "second").touch()
-        return gave_up, told, os.getpid()
+        return gave_up, messages, os.getpid()
 
     (gave_up, of_0, _), (_, of_1, pid) = ranks(act, tmp_path)
     assert of_0 == [], "rank 0 had all its batches"

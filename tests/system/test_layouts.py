@@ -433,7 +433,7 @@ def check(
             assert nbytes <= most[2] + size
     with daemon.client("cli") as client:
         datasets = client.ask("stats")["core"]["datasets"].values()
-    assert all(one["reads"] <= one["objects"] for one in datasets)
+    assert all(dataset["reads"] <= dataset["objects"] for dataset in datasets)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -474,7 +474,7 @@ UNSERVED = {
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize(
     "name",  # SQLite has a cache of its own
-    [name for name, one in LAYOUTS.items() if not (one.mapped or "SQLite" in name)],
+    [name for name, layout in LAYOUTS.items() if not (layout.mapped or "SQLite" in name)],
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_python_opens_is_read_from_the_source_no_more_once_it_is_in_memory(

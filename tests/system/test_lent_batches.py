@@ -127,7 +127,7 @@ class LateLock:
 @pytest.fixture(params=[1, 3])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     """A device that copies a batch when so many others were begun, and torch's functions of it."""
-    made = LateDevice(request.param)
+    gpu = LateDevice(request.param)
 
     class ForDevice(Pinning):
         def use_device(self) -> None:
@@ -137,18 +137,18 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             return data
 
         def lock(self, mapping: mmap.mmap) -> object:
-            return made.lock(mapping)
+            return gpu.lock(mapping)
 
         def for_cuda(self) -> bool:
             return True
 
     monkeypatch.setattr(Pinning, "of", lambda _: ForDevice(None, 0))
     monkeypatch.setattr("creel.loader.making.places.pinner.empty_pinned", torch.empty)
-    monkeypatch.setattr(prefetch_to, "moved", made.moved)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: made)
+    monkeypatch.setattr(prefetch_to, "moved", gpu.moved)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    yield made
-    made.forget()
+    yield gpu
+    gpu.forget()
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -161,8 +161,12 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 def with_array(samples: list[Any]) -> dict[str, Any]:
     """Return a batch that is not plain: an array in it may be kept."""
-    x = torch.stack([one["x"] for one in samples])
-    return {"x": x, "number": torch.tensor([one["number"] for one in samples]), "array": np.ones(9)}
+    x = torch.stack([sample["x"] for sample in samples])
+    return {
+        "x": x,
+        "number": torch.tensor([sample["number"] for sample in samples]),
+        "array": np.ones(9),
+    }
 
 
 def on_late(loader: Any, device: LateDevice) -> Iterator[Any]:
@@ -172,11 +176,13 @@ def on_late(loader: Any, device: LateDevice) -> Iterator[Any]:
     return iter(wrapped)
 
 
-def loader_of(collate: Callable[[list[Any]], Any] | None = None, **how: Any) -> Any:
+def loader_of(collate: Callable[[list[Any]], Any] | None = None, **options: Any) -> Any:
     slots = {"loader.slots": 2}
     order = torch.Generator().manual_seed(7)
-    how = {"num_workers": 2, "creel": slots, **how}
-    return creel.DataLoader(Rows(), BATCH, shuffle=True, collate_fn=collate, generator=order, **how)
+    options = {"num_workers": 2, "creel": slots, **options}
+    return creel.DataLoader(
+        Rows(), BATCH, shuffle=True, collate_fn=collate, generator=order, **options
+    )
 
 
 def check(batches: list[Any]) -> None:
@@ -195,12 +201,12 @@ def test_a_slot_is_not_written_before_its_batch_is_copied(
     loader = loader_of(workers=workers, persistent_workers=persistent)
     for _ in range(2):
         epoch = on_late(loader, device)
-        found = list(epoch)
+        batches = list(epoch)
         del epoch  # waits for the last copies
-        check(found)
+        check(batches)
     if workers == "own":  # others may cut every batch: their joined parts are not lent
         assert device.copied["locked"] > 0
-    del loader, found
+    del loader, batches
     assert not device.locked
 
 
@@ -208,10 +214,10 @@ def test_a_slot_is_not_written_before_its_batch_is_copied(
 def test_an_epoch_that_is_left_early_waits_for_its_copies(device: LateDevice) -> None:
     loader = loader_of(persistent_workers=True)
     epoch = on_late(loader, device)
-    found = [next(epoch) for _ in range(3)]
+    batches = [next(epoch) for _ in range(3)]
     del epoch
     list(loader)  # writes all slots
-    for batch in found:
+    for batch in batches:
         assert torch.equal(batch["x"][:, 0], batch["number"].float())
 
 
@@ -299,13 +305,13 @@ def test_on_cuda_a_slot_is_not_written_before_its_batch_is_copied(
     late = 0
     for _ in range(4):
         wrapped: Any = creel.prefetch_to("cuda", loader)
-        found = []
+        batches = []
         for batch in wrapped:
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
-            found.append(batch)
+            batches.append(batch)
             late = max(late, len(wrapped._copies._pending))
         torch.cuda.synchronize()
-        check([{name: part.cpu() for name, part in batch.items()} for batch in found])
+        check([{name: part.cpu() for name, part in batch.items()} for batch in batches])
     if workers == "own":
         assert late > 1
         assert sizes
@@ -355,9 +361,9 @@ def test_cuda_locks_and_unlocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = PageLock(4096, 10, device=1)
     del lock
     assert calls == [(4096, 10, 1), (4096,)]
-    told = mock.Mock(side_effect=RuntimeError("the last error"))
-    monkeypatch.setattr(torch, "zeros", told)
+    call = mock.Mock(side_effect=RuntimeError("the last error"))
+    monkeypatch.setattr(torch, "zeros", call)
     with pytest.raises(RuntimeError, match="lock 10 bytes: error 2"):
         PageLock(13, 10, device=1)
     assert calls[2:] == [(13, 10, 1)]
-    told.assert_called_once()  # CUDA tells it once, and nobody else
+    call.assert_called_once()  # CUDA tells it once, and nobody else

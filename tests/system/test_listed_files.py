@@ -75,9 +75,9 @@ def seeded() -> torch.Generator:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Source]:
-    made = Source(tmp_path)
-    yield made
-    made.fs.close()  # type: ignore[no-untyped-call]
+    files = Source(tmp_path)
+    yield files
+    files.fs.close()  # type: ignore[no-untyped-call]
 
 
 def read(path: str) -> int:
@@ -258,39 +258,39 @@ class Rewriting(Files):
         self.lock = threading.Lock()
         self.content = {path: Path(path).read_bytes() for path in self.paths}
 
-    def write(self, path: str, how: int) -> None:
+    def write(self, path: str, kind: int) -> None:
         data = os.urandom(len(self.content[path]) + self.rng.randrange(2))
-        if how == 0:
+        if kind == 0:
             Path(path).write_bytes(data)
-        elif how == 1:
+        elif kind == 1:
             Path(f"{path}.new").write_bytes(data)
             os.replace(f"{path}.new", path)  # noqa: PTH105
-        elif how == 2:  # under another name
+        elif kind == 2:  # under another name
             with suppress(FileExistsError):
                 os.link(path, f"{path}.link")
             Path(f"{path}.link").write_bytes(data)
-        elif how == 3:  # by another process
+        elif kind == 3:  # by another process
             pid = os.fork()
             if not pid:
                 fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
                 os.write(fd, data)
                 os._exit(0)
             os.waitpid(pid, 0)
-        elif how == 4:  # with the old times
+        elif kind == 4:  # with the old times
             status = os.stat(path)  # noqa: PTH116
             Path(path).write_bytes(data)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         else:
             return
-        if how == 2 and not Path(path).samefile(f"{path}.link"):  # it was replaced since
+        if kind == 2 and not Path(path).samefile(f"{path}.link"):  # it was replaced since
             return
         self.content[path] = data
 
     def __getitem__(self, i: int) -> bool:
         path = self.paths[i]
         with self.lock:
-            for other, how in ((path, 6), (self.rng.choice(self.paths), 10)):
-                self.write(other, self.rng.randrange(how))
+            for other, kinds in ((path, 6), (self.rng.choice(self.paths), 10)):
+                self.write(other, self.rng.randrange(kinds))
             with open(path, "rb") as f:  # noqa: PTH123
                 return f.read() == self.content[path]
 
@@ -537,12 +537,12 @@ class Failing(Files):
 
 def outcomes(loader: Any) -> list[Any]:
     """Return the batches of an epoch up to its exception, and that."""
-    found: list[Any] = []
+    values: list[Any] = []
     try:
-        found.extend(loader)
+        values.extend(loader)
     except KeyError as e:
-        found.append(str(e).strip().splitlines()[-1].replace("/mount/", "/data/"))
-    return found
+        values.append(str(e).strip().splitlines()[-1].replace("/mount/", "/data/"))
+    return values
 
 
 @needs_fuse

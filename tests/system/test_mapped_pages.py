@@ -127,13 +127,13 @@ def test_pages_are_there_before_a_sample_is_read(
     }
     with nothing_stays(dataset.path):
         batches = iter(creel.DataLoader(ours, sampler=ORDERS[order](ours), **more))
-        found = [next(batches)]
+        batches_read = [next(batches)]
         until(lambda: used <= dataset.resident())  # of its own accord: nobody asks for a batch
         reads = slow.totals()["reads"]
-        found += batches
+        batches_read += batches
         assert slow.totals()["reads"] == reads
         del batches
-    assert same(found, expected)
+    assert same(batches_read, expected)
 
 
 def _memmap(folder: Path) -> Any:
@@ -202,7 +202,7 @@ def test_what_layouts_map_is_known(source: Path, tmp_path: Path, layout: str, wo
     torch.save(torch.from_numpy(rows), folder / "rows.pt")
     write_tokens(folder / "tokens", list(rows.view(np.uint16)))
     with slow_pages(folder, tmp_path / "mount") as fs:
-        ours, theirs = (LAYOUTS[layout](one) for one in (tmp_path / "mount", folder))
+        ours, theirs = (LAYOUTS[layout](place) for place in (tmp_path / "mount", folder))
         with nothing_stays(str(tmp_path / "mount/rows")):
             check_read_ahead(fs, ours, theirs, batch_size=2, num_workers=workers)
         del ours
@@ -297,7 +297,7 @@ def test_spans_are_where_arrows_values_lie(tmp_path: Path, kind: str) -> None:
                 for spans in spans_of(cell.chunks):
                     reads = fs.totals()["reads"]
                     ranges = mappings.ranges(spans)
-                    assert sum(one.nbytes for one in ranges) == sum(one.nbytes for one in spans)
+                    assert sum(span.nbytes for span in ranges) == sum(span.nbytes for span in spans)
                     assert fs.totals()["reads"] == reads
                     for _, offset, nbytes in ranges:
                         os.pread(fd, nbytes, offset)
@@ -360,7 +360,7 @@ def test_files_larger_than_memory_are_told_of_once(
 ) -> None:
     room = MemoryLimits(1 << 30, N * NBYTES // 2)
     monkeypatch.setattr(limits, "memory", lambda **_: room)
-    monkeypatch.setattr(mapped_pages, "_told", set[str]())
+    monkeypatch.setattr(mapped_pages, "_too_large", set[str]())
     dataset = Mapped(source)
     with caplog.at_level(logging.WARNING, "creel"):
         for _ in range(2):
@@ -409,7 +409,7 @@ def test_what_a_dataset_says_wrongly_never_reaches_training(
             ours, theirs = Odd(source), Mapped(source)
             loader = creel.DataLoader(ours, 4, sampler=shuffled(ours), num_workers=workers)
             assert same(list(loader), list(DataLoader(theirs, 4, sampler=shuffled(theirs))))
-    lines = [one for one in caplog.messages if "ahead" in one]
+    lines = [message for message in caplog.messages if "ahead" in message]
     assert len(lines) == (kind in WRONG), lines
 
 

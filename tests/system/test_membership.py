@@ -73,7 +73,7 @@ def started(stack: ExitStack) -> Peer:
 def joined(stack: ExitStack, nodes: int) -> list[Peer]:
     peers = [started(stack) for _ in range(nodes)]
     for peer in peers:
-        enter(peer, [one.member for one in peers])
+        enter(peer, [member.member for member in peers])
     return peers
 
 
@@ -189,11 +189,11 @@ def test_a_daemon_that_has_missed_a_plan_is_told(stack: ExitStack) -> None:
         assert (asked.dataset, asked.seed) == ("d", 7)
         peers[0].clusters.share_plan(SharePlan(asked.request, plan))
         within(5, peers, lambda: any(isinstance(event, PlanShared) for event in peers[1].events))
-        (told,) = (event for event in peers[1].events if isinstance(event, PlanShared))
-        assert (told.dataset, told.seed) == ("d", 7)
-        assert (told.plan is None) == (plan is None)
-        if told.plan is not None and told.plan.holder is not None:
-            assert told.plan.holder.tolist() == [0, 1, 255]
+        (shared_plan,) = (event for event in peers[1].events if isinstance(event, PlanShared))
+        assert (shared_plan.dataset, shared_plan.seed) == ("d", 7)
+        assert (shared_plan.plan is None) == (plan is None)
+        if shared_plan.plan is not None and shared_plan.plan.holder is not None:
+            assert shared_plan.plan.holder.tolist() == [0, 1, 255]
 
 
 def test_a_daemon_that_asks_a_peer_that_is_gone_is_told_so(stack: ExitStack) -> None:
@@ -201,8 +201,8 @@ def test_a_daemon_that_asks_a_peer_that_is_gone_is_told_so(stack: ExitStack) -> 
     peers[0].close()
     peers[1].clusters.ask_plan(AskPlan("d", origin_of(peers[1], 0), 7))
     within(5, peers[1:], lambda: any(isinstance(e, PlanShared) for e in peers[1].events))
-    (told,) = (event for event in peers[1].events if isinstance(event, PlanShared))
-    assert told.plan is None
+    (shared_plan,) = (event for event in peers[1].events if isinstance(event, PlanShared))
+    assert shared_plan.plan is None
 
 
 def origin_of(peer: Peer, node: int) -> int:

@@ -42,7 +42,7 @@ def test_without_any_memory_left_batches_are_torchs(
 
     with Running(daemon_name, env={"CREEL_MEMORY__RESERVE": "100%"}) as daemon:
         ours = epochs(creel.DataLoader)
-        until(lambda: arena_nbytes(daemon.pid) == 0, what="all memory is given back")
+        until(lambda: arena_nbytes(daemon.pid) == 0, event="all memory is given back")
         assert "the cache gives memory back" in daemon.log()
         with daemon.client("cli") as client:
             memory = client.ask("stats")["memory"]

@@ -105,16 +105,16 @@ def disk(tmp_path: Path) -> Path:
     return path
 
 
-def begin(data: Path, disk: Path | None, how: str, name: str, epochs: int, **more: str) -> Any:
+def begin(data: Path, disk: Path | None, mode: str, name: str, epochs: int, **more: str) -> Any:
     env = {k: v for k, v in os.environ.items() if not k.startswith("CREEL_DISK")} | more
     env |= {"CREEL_DISK__KEEP_FREE": "0"} | ({"CREEL_DISK__PATH": str(disk)} if disk else {})
-    return Program(JOB, str(data), how, name, str(epochs), env=env)
+    return Program(JOB, str(data), mode, name, str(epochs), env=env)
 
 
-def job(data: Path, disk: Path | None, how: str, name: str = "n", **more: str) -> Said:
+def job(data: Path, disk: Path | None, mode: str, name: str = "n", **more: str) -> Said:
     """Run a job of two epochs; it must read what is there now."""
     before = calls(data)
-    out, log = begin(data, disk, how, name, 2, **more).communicate()
+    out, log = begin(data, disk, mode, name, 2, **more).communicate()
     epochs = [json.loads(line) for line in out.splitlines()]
     assert epochs == [sums(data, sum(map(int, more.values())))] * 2, log
     return Said(epochs, calls(data) - before, log)
@@ -124,58 +124,58 @@ def calls(data: Path) -> int:
     return (data / "calls").stat().st_size if (data / "calls").exists() else 0
 
 
-both = pytest.mark.parametrize("how", ["dataset", "kept"])
+both = pytest.mark.parametrize("mode", ["dataset", "kept"])
 
 
 @both
 def test_the_next_job_decodes_a_few_samples_again_and_no_others(
-    folder: Path, disk: Path, how: str
+    folder: Path, disk: Path, mode: str
 ) -> None:
-    assert job(folder, disk, how).calls == N + TWICE
+    assert job(folder, disk, mode).calls == N + TWICE
     for _ in range(2):
-        again = job(folder, disk, how)
+        again = job(folder, disk, mode)
         assert again.calls == LOOKS
         assert "'n' is" not in again.log
-    (one,) = named.listed(str(disk))
-    assert (one.name, one.samples, one.kept) == ("n", N, N)
-    assert job(folder, disk, how, "another").calls == N + TWICE
+    (entry,) = named.listed(str(disk))
+    assert (entry.name, entry.samples, entry.kept) == ("n", N, N)
+    assert job(folder, disk, mode, "another").calls == N + TWICE
 
 
 @both
 def test_files_that_were_rewritten_between_jobs_are_decoded_anew(
-    folder: Path, disk: Path, how: str
+    folder: Path, disk: Path, mode: str
 ) -> None:
-    job(folder, disk, how)
+    job(folder, disk, mode)
     for i in range(0, N, 4):
         write(folder, i, more=1)
-    assert N // 4 <= job(folder, disk, how).calls <= N // 4 + LOOKS + 1
-    assert job(folder, disk, how).calls == LOOKS
+    assert N // 4 <= job(folder, disk, mode).calls <= N // 4 + LOOKS + 1
+    assert job(folder, disk, mode).calls == LOOKS
 
 
 @both
 def test_what_is_seen_to_be_made_otherwise_is_another_dataset_of_that_name(
-    folder: Path, disk: Path, how: str
+    folder: Path, disk: Path, mode: str
 ) -> None:
     """Here a number that a function closes over, or an attribute; both stay."""
-    job(folder, disk, how)
-    assert job(folder, disk, how, SEEN="3").calls == N + TWICE
-    assert job(folder, disk, how).calls == LOOKS
-    assert [one.kept for one in named.listed(str(disk))] == [N, N]
+    job(folder, disk, mode)
+    assert job(folder, disk, mode, SEEN="3").calls == N + TWICE
+    assert job(folder, disk, mode).calls == LOOKS
+    assert [entry.kept for entry in named.listed(str(disk))] == [N, N]
 
 
 @both
 def test_samples_that_differ_where_nobody_looks_are_dropped_with_one_sentence(
-    folder: Path, disk: Path, how: str
+    folder: Path, disk: Path, mode: str
 ) -> None:
     """By a global. The promise is broken: no sample of it reaches a batch of the first look on."""
-    job(folder, disk, how)
+    job(folder, disk, mode)
     before = calls(folder)
-    out, log = begin(folder, disk, how, "n", 2, HIDDEN="5").communicate()
+    out, log = begin(folder, disk, mode, "n", 2, HIDDEN="5").communicate()
     assert json.loads(out.splitlines()[-1]) == sums(folder, 5)
     assert log.count("'n' is dropped: sample") == 1, log
     assert calls(folder) - before >= N
     assert named.listed(str(disk)) == []
-    assert job(folder, disk, how).calls >= N
+    assert job(folder, disk, mode).calls >= N
 
 
 def test_creel_verify_looks_at_more_samples_than_a_job(folder: Path, disk: Path) -> None:
@@ -216,34 +216,34 @@ if __name__ == "__main__":
 
 @both
 def test_a_job_that_is_killed_and_a_disk_that_lies_leave_no_wrong_sample(
-    folder: Path, disk: Path, how: str
+    folder: Path, disk: Path, mode: str
 ) -> None:
-    killed = begin(folder, disk, how, "n", 1000)
+    killed = begin(folder, disk, mode, "n", 1000)
     until(lambda: calls(folder) >= N // 2)
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
     for pipe in (killed.stdin, killed.stdout, killed.stderr):
         pipe.close()
-    job(folder, disk, how)
-    (one,) = named.listed(str(disk))
-    path = next(disk.glob(f"creel-*/decoded/{one.key}"))
+    job(folder, disk, mode)
+    (entry,) = named.listed(str(disk))
+    path = next(disk.glob(f"creel-*/decoded/{entry.key}"))
     rng = np.random.default_rng(7)
     with path.open("r+b") as file:
         for at in rng.integers(4096 + 8 * N, path.stat().st_size, 20).tolist():
             file.seek(at)
             file.write(b"\xa5")
-    assert LOOKS <= job(folder, disk, how).calls <= LOOKS + 22
+    assert LOOKS <= job(folder, disk, mode).calls <= LOOKS + 22
     with path.open("r+b") as file:
         file.truncate(4096 + 8 * N)  # as after a loss of power
-    assert job(folder, disk, how).calls >= N
+    assert job(folder, disk, mode).calls >= N
 
 
 @both
-def test_without_a_folder_on_disk_they_are_kept_for_this_job(folder: Path, how: str) -> None:
-    first = job(folder, None, how)
+def test_without_a_folder_on_disk_they_are_kept_for_this_job(folder: Path, mode: str) -> None:
+    first = job(folder, None, mode)
     assert first.calls == N + TWICE
     assert first.log.count("'n' is kept in memory, for this job alone: without disk.path") == 1
-    assert job(folder, None, how).calls == N + TWICE
+    assert job(folder, None, mode).calls == N + TWICE
 
 
 def test_the_command_line_lists_and_drops_them(folder: Path, disk: Path) -> None:
@@ -256,11 +256,11 @@ def test_the_command_line_lists_and_drops_them(folder: Path, disk: Path) -> None
         return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
 
     listed = json.loads(creel_says("ls", "--json"))["decoded"]
-    assert [one["name"] for one in listed] == ["other", "resize 256"]
+    assert [entry["name"] for entry in listed] == ["other", "resize 256"]
     assert (listed[0]["samples"], listed[0]["kept"]) == (N, N)
     assert "resize 256" in creel_says("ls")
     assert creel_says("drop", "resize 256").startswith("dropped resize 256: ")
-    assert [one.name for one in named.listed(str(disk))] == ["other"]
+    assert [entry.name for entry in named.listed(str(disk))] == ["other"]
 
 
 def test_a_name_keeps_the_four_datasets_that_were_used_last(disk: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_name_keeps_the_four_datasets_that_were_used_last(disk: Path) -> None:
         about = {"name": "n", "dataset": "d", "samples": 1}
         os.close(named.open_samples(str(disk), f"{i}", about, bytes(24), 4096))
         os.utime(next(disk.glob(f"creel-*/decoded/{i}")), (i, i))
-    assert [one.key for one in named.listed(str(disk))] == ["5", "4", "3", "2"]
+    assert [entry.key for entry in named.listed(str(disk))] == ["5", "4", "3", "2"]
 
 
 @pytest.mark.parametrize("wrong", [{"name": ""}, {"name": 3}, {"limit": "much"}, {"limit": -1}])

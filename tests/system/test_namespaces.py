@@ -84,23 +84,23 @@ def test_two_jobs_with_private_mounts_read_their_own_files(
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     jobs: list[Any] = [subprocess.Popen([*command, name], **pipes) for name in ("first", "second")]
     try:
-        told = [json.loads(job.stdout.readline()) for job in jobs]
+        answers = [json.loads(job.stdout.readline()) for job in jobs]
         # A command outside lists them.
-        assert sorted(elsewhere(daemon_name)) == sorted(pid for pid, _ in told)
+        assert sorted(elsewhere(daemon_name)) == sorted(pid for pid, _ in answers)
         command = [sys.executable, "-m", "creel", "status"]
         asked = subprocess.run(command, capture_output=True, text=True, check=False)
         assert asked.returncode == 3
-        assert str(told[0][0]) in asked.stderr
-        there = ["nsenter", "-t", str(told[0][0]), "-m", *command, "--json"]
+        assert str(answers[0][0]) in asked.stderr
+        there = ["nsenter", "-t", str(answers[0][0]), "-m", *command, "--json"]
         answer = json.loads(subprocess.run(there, stdout=subprocess.PIPE, check=True).stdout)
-        assert answer["pid"] == told[0][0]
+        assert answer["pid"] == answers[0][0]
     finally:
         for job in jobs:
             job.communicate("")
-    assert told[0][0] != told[1][0]
-    assert [direct for _, direct in told] == [0, 0]
-    for pid, _ in told:
-        until(lambda pid=pid: gone(pid), what="each daemon ends")  # type: ignore[misc]
+    assert answers[0][0] != answers[1][0]
+    assert [direct for _, direct in answers] == [0, 0]
+    for pid, _ in answers:
+        until(lambda pid=pid: gone(pid), event="each daemon ends")  # type: ignore[misc]
 
 
 @private
@@ -127,18 +127,18 @@ s.send({encode(Hello(PROTOCOL, "trainer"))!r})
 said, fds, _, _ = socket.recv_fds(s, 1000, 4)
 print(said, fds)
 """
-        told = subprocess.run(
+        answers = subprocess.run(
             ["unshare", *apart, sys.executable, "-c", code],
             stdout=subprocess.PIPE, text=True, timeout=60, check=True,
         ).stdout.splitlines()  # fmt: skip
-        assert len(told) == 3, told
-        for said in told[:2]:
+        assert len(answers) == 3, answers
+        for said in answers[:2]:
             assert (
                 "sees other files" in said
                 or "cannot verify that your process sees the same files" in said
             )
-        assert "cannot verify that your process sees the same files" in told[2]
-        assert told[2].endswith(" []"), "no descriptor of the arena"
+        assert "cannot verify that your process sees the same files" in answers[2]
+        assert answers[2].endswith(" []"), "no descriptor of the arena"
 
 
 @root
@@ -153,10 +153,10 @@ s.send({encode(Hello(PROTOCOL, "cli"))!r})
 print(s.recv(1000))
 """
     with Running(daemon_name):
-        told = subprocess.run(
+        run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
         )
-    assert "or root directory" in told.stdout
+    assert "or root directory" in run.stdout
 
 
 @private
@@ -178,11 +178,11 @@ for root in ("/", {str(tmp_path)!r}):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 """
-    told = subprocess.run(
+    output = subprocess.run(
         ["unshare", "-m", sys.executable, "-c", code],
         stdout=subprocess.PIPE, text=True, timeout=60, check=True,
     ).stdout  # fmt: skip
-    assert told.split() == ["True", "False"]
+    assert output.split() == ["True", "False"]
 
 
 _OWN_PIDS = """
@@ -244,8 +244,8 @@ sys.stdin.read()
 
 
 @contextmanager
-def squatter(address: str, how: str) -> Iterator[None]:
-    code = _SQUAT.format(address=address, listens=how != "bound", full=how == "full")
+def squatter(address: str, mode: str) -> Iterator[None]:
+    code = _SQUAT.format(address=address, listens=mode != "bound", full=mode == "full")
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
         assert process.stdout is not None
@@ -268,46 +268,46 @@ def config(name: str) -> Config:
 
 def doctors_view(name: str) -> Finding:
     """Return the finding of `creel doctor` about a daemon's address."""
-    found = doctor.checks(config(name), lambda _: {"name": "", "pid": 0, "version": ""})
-    return next(one for one in found if one.name == "address")
+    checks = doctor.checks(config(name), lambda _: {"name": "", "pid": 0, "version": ""})
+    return next(check for check in checks if check.name == "address")
 
 
 @root
 @pytest.mark.usefixtures("no_second")
-@pytest.mark.parametrize("how", ["bound", "listens", "full"])
+@pytest.mark.parametrize("mode", ["bound", "listens", "full"])
 def test_an_address_of_another_user_is_final_and_named(
-    daemon_name: str, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    daemon_name: str, mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No daemon is started and no answer awaited: that took half a minute."""
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a daemon is started where none can be")
 
-    with squatter(first_address(daemon_name), how), caplog.at_level(logging.WARNING, "creel"):
+    with squatter(first_address(daemon_name), mode), caplog.at_level(logging.WARNING, "creel"):
         monkeypatch.setattr(subprocess, "Popen", never)
         assert start_early(config(daemon_name)) is None
         assert connect_or_start(config(daemon_name)) is None
-        if how != "bound":
+        if mode != "bound":
             with pytest.raises(NoDaemonError, match="of user 65534"):
                 Client.connect(daemon_name)
         doctors = doctors_view(daemon_name)
     (said,) = caplog.messages
     assert "user 65534 holds the address of your daemon" in said
-    assert (doctors.level, doctors.found) == ("warn", "user 65534 holds it")
+    assert (doctors.level, doctors.state) == ("warn", "user 65534 holds it")
     assert doctors_view(daemon_name).level == "ok"
 
 
 @root
-@pytest.mark.parametrize("how", ["bound", "listens", "full"])
+@pytest.mark.parametrize("mode", ["bound", "listens", "full"])
 def test_a_second_address_with_a_secret_serves_where_the_first_is_taken(
-    daemon_name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    daemon_name: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     (tmp_path / "data").mkdir()
     manifest = folder(tmp_path / "data", [100] * 10)
-    with squatter(first_address(daemon_name), how):
+    with squatter(first_address(daemon_name), mode):
         start = start_early(config(daemon_name))
         assert start is not None
         client = connect_or_start(config(daemon_name), start=start)
@@ -320,7 +320,7 @@ def test_a_second_address_with_a_secret_serves_where_the_first_is_taken(
             (secret,) = runtime.iterdir()
             assert secret.stat().st_mode & 0o777 == 0o600
     pid = client.daemon_pid
-    until(lambda: gone(pid), what="the daemon ends")
+    until(lambda: gone(pid), event="the daemon ends")
 
 
 def test_a_folder_that_others_may_enter_keeps_no_secret(

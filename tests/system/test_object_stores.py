@@ -115,9 +115,9 @@ def test_every_kind_of_dataset_reads_what_is_there(
     assert s3.count["faults"] == 3
     if loader is creel.DataLoader:
         with Client.connect(daemon_name, "cli") as client:
-            told = client.ask("stats")
-            assert told["sources"][0]["reads"] > 0
-            assert SECRET not in str(told)
+            stats = client.ask("stats")
+            assert stats["sources"][0]["reads"] > 0
+            assert SECRET not in str(stats)
             client.ask("stop")
 
 
@@ -293,7 +293,7 @@ def test_google_cloud_storage_that_never_answers_is_given_up_in_time(
                 with pytest.raises(SourceError, match="no answer"):
                     ask(f"{root}/0")
         assert time.monotonic() - start < 30
-    until(lambda: not any(t.name == "creel-gs" for t in threading.enumerate()), what="all ended")
+    until(lambda: not any(t.name == "creel-gs" for t in threading.enumerate()), event="all ended")
 
 
 @pytest.mark.parametrize(
@@ -304,9 +304,9 @@ def test_google_cloud_storage_that_never_answers_is_given_up_in_time(
     ],
 )
 def test_a_wrong_address_is_one_clear_sentence(s3: S3, address: str, says: str) -> None:
-    with pytest.raises(NotFoundError) as told:
+    with pytest.raises(NotFoundError) as raised:
         creel.FileDataset(address)
-    assert str(told.value) == says
+    assert str(raised.value) == says
     with pytest.raises(SourceError, match=rf"{address}'$") as failed:
         lookup.read_all(address)
     assert isinstance(failed.value, FileNotFoundError)
@@ -317,11 +317,11 @@ def test_wrong_credentials_are_one_clear_sentence_without_them(
     s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAWRONG")
-    who = f"access key AKIAWRONG at {s3.env['AWS_ENDPOINT_URL']}"
-    wanted = f"s3://bucket/files: access denied: check the credentials ({who})"
-    with pytest.raises(ConfigError) as told:
+    account = f"access key AKIAWRONG at {s3.env['AWS_ENDPOINT_URL']}"
+    wanted = f"s3://bucket/files: access denied: check the credentials ({account})"
+    with pytest.raises(ConfigError) as raised:
         creel.FileDataset("s3://bucket/files")
-    assert str(told.value) == wanted
+    assert str(raised.value) == wanted
     for ask in (lookup.nbytes_of, lookup.read_all):
         with pytest.raises(CreelError, match="access denied") as failed:
             ask(f"s3://AKIAOTHER:{SECRET}@bucket/tokens.bin")
@@ -349,7 +349,7 @@ def test_google_cloud_storage_is_read_as_s3_is(
         dataset = make("gs://bucket", storage_options=given | more)
         other = make("gs://bucket", storage_options=given)
         ask = np.arange(1)
-        versions = [one._source().versions(ask).tolist() for one in (dataset, other)]
+        versions = [files._source().versions(ask).tolist() for files in (dataset, other)]
         assert versions[0] == versions[1]
         assert min(versions[0]) > 0
         wanted = twin(dataset, bucket)

@@ -60,9 +60,9 @@ def test_each_call_gives_what_it_gives_and_is_served_from_the_cache(
     bare.fill(1)
     got = [sample for batch in ours for sample in batch]
     after = [bare[i] for i in range(N)]
-    found = [[any(same(x, y) for y in known) for x in got] for known in (before, after)]
+    matches = [[any(same(x, y) for y in known) for x in got] for known in (before, after)]
     served = CALLS[call][3]
-    assert found == [[served] * N, [not served] * N]
+    assert matches == [[served] * N, [not served] * N]
 
 
 @pytest.mark.usefixtures("daemon")
@@ -123,8 +123,8 @@ def test_a_stand_in_for_torchvisions_operators_is_served(
         return torch.frombuffer(bytearray(read_in_c(str(path))), dtype=torch.uint8)
 
     def read_image(path: Any) -> torch.Tensor:
-        found: torch.Tensor = image.read_file(path) // 2
-        return found
+        pixels: torch.Tensor = image.read_file(path) // 2
+        return pixels
 
     for module, name in zip((image, package), names, strict=True):
         monkeypatch.setitem(sys.modules, name, module)
@@ -179,8 +179,8 @@ def test_nothing_is_opened_at_the_source_once_all_is_in_memory(
         opens = []
         for epoch in range(5):
             before = fs.totals()["opens"]
-            for found, wanted in zip(ours, theirs, strict=True):
-                names = [sample for sample in found if not isinstance(sample, str)]
+            for batch, wanted in zip(ours, theirs, strict=True):
+                names = [sample for sample in batch if not isinstance(sample, str)]
                 assert same(names, [x for x in wanted if not isinstance(x, str)]), epoch
             opens.append(fs.totals()["opens"] - before)
         del ours
@@ -202,10 +202,10 @@ def test_links_and_virtual_datasets_of_an_hdf5_file_in_memory_lead_to_their_file
     owns = {int(bare[i][0][0][0]) for i in range(N)}
     for i, path in enumerate(bare.paths):
         write_linked_hdf5(path, 100 + i)
-    found = [sample for batch in ours for sample in batch]
-    assert {int(sample[0][0][0]) for sample in found} == owns  # from memory
+    samples = [sample for batch in ours for sample in batch]
+    assert {int(sample[0][0][0]) for sample in samples} == owns  # from memory
     assert same(
-        sorted(int(x[0][1][0]) for x in found), sorted(int(bare[i][0][1][0]) for i in range(N))
+        sorted(int(x[0][1][0]) for x in samples), sorted(int(bare[i][0][1][0]) for i in range(N))
     )
 
 

@@ -95,7 +95,7 @@ def test_a_source_closed_while_it_waits_returns(
 
     thread = threading.Thread(target=read)
     thread.start()
-    until(lambda: bool(node.held), what="a request")
+    until(lambda: bool(node.held), event="a request")
     source.close()
     thread.join()
     assert results == [[-1]]
@@ -108,11 +108,13 @@ def test_a_reader_that_leaves_while_it_is_sent_to_is_served(stack: ExitStack) ->
     node = node_of(stack, data_of(10 << 20))
     link = node.link()
     large(node, link, times=3)
-    until(lambda: sum(node.answered.values()) == 3, what="answers")  # a reset drops unread requests
+    until(
+        lambda: sum(node.answered.values()) == 3, event="answers"
+    )  # a reset drops unread requests
     assert sum(node.served.values()) == 0
     link.socket.close()
-    until(lambda: sum(node.served.values()) == 3, what="served")
-    until(lambda: not node.server.accounts, what="no peer")
+    until(lambda: sum(node.served.values()) == 3, event="served")
+    until(lambda: not node.server.accounts, event="no peer")
 
 
 def test_close_ends_what_is_being_sent(stack: ExitStack) -> None:
@@ -120,11 +122,12 @@ def test_close_ends_what_is_being_sent(stack: ExitStack) -> None:
     link = node.link()
     stack.callback(link.socket.close)
     large(node, link, times=3)
-    until(lambda: sum(node.answered.values()) == 3, what="answers")
+    until(lambda: sum(node.answered.values()) == 3, event="answers")
     node.server.close()
     assert node.served == node.answered
-    columns = node.place, node.nbytes, node.nbytes, node.nbytes / 1
-    node.server.serve(ServeObjects(1, *columns))  # no effect
+    node.server.serve(
+        ServeObjects(1, node.place, node.nbytes, node.nbytes, node.nbytes / 1)
+    )  # no effect
     assert node.served == node.answered
 
 
@@ -133,11 +136,11 @@ def test_a_request_whose_reader_left_is_served_nevertheless(stack: ExitStack) ->
     node.held = []
     link = node.link()
     link.ask(1, "data", np.zeros(1, np.int32), 10.0)
-    until(lambda: bool(node.held), what="a request")
+    until(lambda: bool(node.held), event="a request")
     link.socket.close()
-    until(lambda: not node.connections, what="no connection")
+    until(lambda: not node.connections, event="no connection")
     node.answer(node.held[0])
-    until(lambda: sum(node.served.values()) == 1, what="served")
+    until(lambda: sum(node.served.values()) == 1, event="served")
 
 
 def test_a_reader_that_stopped_holds_nothing_and_delays_nobody(
@@ -151,4 +154,4 @@ def test_a_reader_that_stopped_holds_nothing_and_delays_nobody(
     stack.callback(link.socket.close)
     large(node, link)
     check_read(source_of(stack, node), objects, np.array([1], np.int32))
-    until(lambda: sum(node.served.values()) == 2, what="served")
+    until(lambda: sum(node.served.values()) == 2, event="served")

@@ -49,14 +49,14 @@ def test_a_bit_that_flips_on_the_way_never_becomes_a_wrong_byte(stack: ExitStack
         source = PeerSource(proxy.address, "node", "data", SECRET)
         stack.callback(source.close)
         if whole:
-            found = [one and one.data for one in source.read_whole(ids)]
+            answers = [whole and whole.data for whole in source.read_whole(ids)]
         else:
             parts = [bytearray(n) for n in length.tolist()]
             read = source.read_parts(ids, length, [[memoryview(part)] for part in parts])
             there = zip(parts, read.nbytes.tolist(), strict=True)
-            found = [bytes(part) if nbytes >= 0 else None for part, nbytes in there]
-        assert None in found
-        assert all(got in (None, data) for got, data in zip(found, objects, strict=True))
+            answers = [bytes(part) if nbytes >= 0 else None for part, nbytes in there]
+        assert None in answers
+        assert all(got in (None, data) for got, data in zip(answers, objects, strict=True))
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -77,8 +77,8 @@ def test_a_peer_that_does_not_encrypt_is_sent_nothing_whatever_it_says(stack: Ex
 
     def hear(kind: type[Message]) -> Any:
         header = sock.recv(wire.HEADER.size, socket.MSG_WAITALL)
-        rest = sock.recv(wire.following(header, kind), socket.MSG_WAITALL)
-        return wire.unpack(header, rest, kind)[0]
+        body = sock.recv(wire.following(header, kind), socket.MSG_WAITALL)
+        return wire.unpack(header, body, kind)[0]
 
     greeting = wire.Greeting(wire.PEER_PROTOCOL, "cluster", "reader", bytes(wire.NONCE_NBYTES))
     sock.sendall(wire.pack(greeting))
@@ -156,9 +156,9 @@ def test_a_recorded_session_gets_a_challenge_and_nothing_else(stack: ExitStack) 
             while data := replay.recv(1 << 16):
                 said += data
     header = said[: wire.HEADER.size]
-    rest = said[wire.HEADER.size :]
+    body = said[wire.HEADER.size :]
     if said:  # the server may have closed the connection before all bytes arrived
-        assert len(rest) == wire.following(header, wire.Challenge)
+        assert len(body) == wire.following(header, wire.Challenge)
     assert len(node.asked) == asked
 
 
@@ -194,7 +194,10 @@ def test_thousands_of_half_open_connections_keep_nobody_out(stack: ExitStack) ->
             fresh = node.link()
             fresh.socket.close()
             check_read(source, objects, np.zeros(1, np.int32))
-    assert sum(one.account is None for one in node.connections) <= server.MAX_UNAUTHENTICATED
+    assert (
+        sum(connection.account is None for connection in node.connections)
+        <= server.MAX_UNAUTHENTICATED
+    )
     check_read(source_of(stack, node), objects, np.zeros(1, np.int32))
 
 

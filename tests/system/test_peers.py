@@ -85,10 +85,10 @@ def test_objects_of_unknown_length_come_whole(
     monkeypatch.setattr(wire, "ANSWER_NBYTES", 1 << 20)
     objects = [*data_of(700_000, 0, 700_000, 3_000_000, 5), None]
     source = source_of(stack, node_of(stack, objects))
-    found = source.read_whole(np.arange(6, dtype=np.int32))
-    assert [one and one.data for one in found] == objects
-    assert [one.version for one in found if one] == [7, 8, 9, 10, 11]
-    assert [one.asked > 0 for one in found if one] == [False, True, False, True, False]
+    objects_read = source.read_whole(np.arange(6, dtype=np.int32))
+    assert [whole and whole.data for whole in objects_read] == objects
+    assert [whole.version for whole in objects_read if whole] == [7, 8, 9, 10, 11]
+    assert [whole.asked > 0 for whole in objects_read if whole] == [False, True, False, True, False]
 
 
 def test_threads_read_at_once(stack: ExitStack) -> None:
@@ -122,8 +122,11 @@ def test_the_peer_that_needs_it_first_gets_it_first(stack: ExitStack) -> None:
     large(node, link)
     for number, wait_s in (1, 9.0), (2, 3.0), (3, 6.0):
         link.ask(number, "data", np.ones(1, np.int32), wait_s)
-    until(lambda: sum(node.answered.values()) == 4, what="answers")
-    until(lambda: sum(len(one.answers) for one in node.connections) == 3, what="waiting answers")
+    until(lambda: sum(node.answered.values()) == 4, event="answers")
+    until(
+        lambda: sum(len(connection.answers) for connection in node.connections) == 3,
+        event="waiting answers",
+    )
     order = []
     for _ in range(4):
         number, arrays = link.answer(soon())
@@ -148,8 +151,10 @@ def test_a_peer_without_credit_waits(
     for number in range(1, 20):
         link.ask(number, "data", np.ones(1, np.int32), 10.0)
     if node.held is not None:
-        until(lambda: len(node.asked) == 2, what="two requests")
-    until(lambda: any(one.inbox for one in node.connections), what="requests that wait")
+        until(lambda: len(node.asked) == 2, event="two requests")
+    until(
+        lambda: any(connection.inbox for connection in node.connections), event="requests that wait"
+    )
     assert len(node.asked) <= 2
     held, node.held = node.held, None
     for asked in held or []:

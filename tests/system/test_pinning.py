@@ -24,8 +24,8 @@ def halved(record: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"half": record // 2, "sum": record.sum()}
 
 
-def of_records(path: Path, **how: Any) -> Dataset[Any]:
-    return creel.RecordDataset(path, torch.uint8, (NBYTES,), **how)
+def of_records(path: Path, **options: Any) -> Dataset[Any]:
+    return creel.RecordDataset(path, torch.uint8, (NBYTES,), **options)
 
 
 DATASETS: dict[str, Callable[[Path], Dataset[Any]]] = {
@@ -60,16 +60,16 @@ def test_batches_on_the_device_are_torchs(
     ]
     order: list[int] = []
     loader = creel.DataLoader(dataset, batch, sampler=order, num_workers=workers, pin_memory=True)
-    found: list[Any] = []
+    batches: list[Any] = []
     for order[:] in orders:
         for data in loader:
             assert all(t.is_pinned() for t in tensors(data))
-            found.append(on_device(data))
+            batches.append(on_device(data))
             del data
     torch.cuda.synchronize()
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        pairs = list(zip(tensors(one), tensors(other), strict=True))
+    assert len(batches) == len(expected)
+    for ours, other in zip(batches, expected, strict=True):
+        pairs = list(zip(tensors(ours), tensors(other), strict=True))
         assert all(torch.equal(a.cpu(), b) and a.dtype == b.dtype for a, b in pairs)
 
 

@@ -54,8 +54,8 @@ def loader(cls: Any, data: Any, kind: str, **more: Any) -> Any:
 
 def session(daemon: Running) -> Any:
     with daemon.client("cli") as client:
-        (found,) = client.ask("stats")["sessions"]
-    return found
+        (row,) = client.ask("stats")["sessions"]
+    return row
 
 
 def planners() -> list[threading.Thread]:
@@ -65,13 +65,13 @@ def planners() -> list[threading.Thread]:
 def same(ours: Any, theirs: Any, seed: int, stops: list[int]) -> None:
     """Compare epochs of both, each left after so many batches, or read to its end."""
     got: list[list[torch.Tensor]] = []
-    for made in (ours, theirs):
+    for loader in (ours, theirs):
         torch.manual_seed(seed)
         batches = []
         for epoch, stop in enumerate(stops):
-            if isinstance(made.sampler, DistributedSampler):
-                made.sampler.set_epoch(epoch)
-            for i, batch in enumerate(made):
+            if isinstance(loader.sampler, DistributedSampler):
+                loader.sampler.set_epoch(epoch)
+            for i, batch in enumerate(loader):
                 batches.append(batch.clone())
                 if i + 1 == stop:
                     break
@@ -101,7 +101,7 @@ def test_batches_are_torchs_while_the_planner_is_held_up(
         assert ours.stats()["direct_reads"] == 0
     finally:
         gate.set()
-    until(lambda: not planners(), what="the planner ends")
+    until(lambda: not planners(), event="the planner ends")
     del daemon
 
 
@@ -122,13 +122,13 @@ def test_all_is_told_while_nobody_pulls(daemon: Running, rows: Any, kind: str) -
     ours = loader(creel.DataLoader, rows, kind)
     iterator = iter(ours)
     next(iterator)
-    until(lambda: bool(session(daemon)["known"] == 2 * len(ours)), what="both epochs are told")
-    until(lambda: not planners(), what="the planner ends")
+    until(lambda: bool(session(daemon)["known"] == 2 * len(ours)), event="both epochs are told")
+    until(lambda: not planners(), event="the planner ends")
     assert sum(1 for _ in iterator) == len(ours) - 1
     both = range(2 * len(ours), 3 * len(ours) + 1)
     for i, _ in enumerate(ours):
         if not i:  # a wrongly predicted second epoch is published again
-            until(lambda: session(daemon)["known"] in both, what="the second epoch is told")
+            until(lambda: session(daemon)["known"] in both, event="the second epoch is told")
     assert ours.stats()["direct_reads"] == 0
 
 
@@ -197,7 +197,7 @@ def test_a_loader_dropped_amid_its_plan_leaves_nothing(
     assert inside.wait(60)
     del iterator, ours
     go_on.set()
-    until(lambda: not planners(), what="the planner ends")
+    until(lambda: not planners(), event="the planner ends")
 
 
 @pytest.mark.usefixtures("small")
@@ -226,7 +226,7 @@ def test_a_daemon_that_dies_amid_the_plan_costs_no_batch(
     want = [*theirs]
     assert len(got) == len(want)
     assert all(map(torch.equal, got, want))
-    until(lambda: not planners(), what="the planner ends")
+    until(lambda: not planners(), event="the planner ends")
 
 
 @pytest.mark.usefixtures("small", "daemon")
@@ -268,11 +268,11 @@ if how == "forks":
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("how", ["returns", "raises", "forks"])
-def test_a_program_ends_amid_its_plan(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("ending", ["returns", "raises", "forks"])
+def test_a_program_ends_amid_its_plan(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "many"
     path.touch()
     os.truncate(path, (1 << 21) * NBYTES)
-    ended = Program(_ENDS, str(path), how)
+    ended = Program(_ENDS, str(path), ending)
     assert ended.communicate() == ("", "")
-    assert ended.returncode == (3 if how == "raises" else 0)
+    assert ended.returncode == (3 if ending == "raises" else 0)

@@ -52,21 +52,21 @@ def test_a_running_job_is_drawn_from_its_trace(
     capsys.readouterr()
 
     assert main.main(["plot", "--json", str(run), str(out)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["drawn"] == ["steps", "slowdown", "throughput", "reuse"]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["drawn"] == ["steps", "slowdown", "throughput", "reuse"]
     assert out.read_bytes().startswith(b"\x89PNG")
 
-    found = pictures(read(str(run)))
-    (rank,) = found.steps
+    charts = pictures(read(str(run)))
+    (rank,) = charts.steps
     assert rank.rank == 0
     assert rank.stages["decode"].min() >= BATCH * 0.001 / 2
     # The plan of a permutation: how far apart its epochs read each sample, in steps.
-    assert not isinstance(found.reuse, str)
+    assert not isinstance(charts.reuse, str)
     at = np.empty((3, FILES), np.int64)
     for epoch, samples in enumerate(epochs):
         at[epoch, samples] = (epoch * FILES + np.arange(FILES)) // BATCH
-    known = int(found.reuse.counts.sum()) // FILES  # epochs ahead that were published by then
+    known = int(charts.reuse.counts.sum()) // FILES  # epochs ahead that were published by then
     assert known >= 1
     apart = np.diff(at, axis=0)[:known].ravel()
-    assert found.reuse.counts.tolist() == np.histogram(apart, found.reuse.edges)[0].tolist()
-    assert found.reuse.epoch == FILES / BATCH
+    assert charts.reuse.counts.tolist() == np.histogram(apart, charts.reuse.edges)[0].tolist()
+    assert charts.reuse.epoch == FILES / BATCH

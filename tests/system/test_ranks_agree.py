@@ -68,9 +68,9 @@ def test_ranks_that_differ_all_raise(tmp_path: Path) -> None:
             iter(loader_of(rank, batch=BATCH + rank))
         return str(e.value)
 
-    one, other = ranks(read, tmp_path)
-    assert one == other
-    assert "batch_size" in one
+    first, other = ranks(read, tmp_path)
+    assert first == other
+    assert "batch_size" in first
 
 
 def test_a_rank_whose_batch_size_changes_later_raises(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_batches_are_torchs_and_threads_end_with_their_iterator(
         assert all(map(torch.equal, mine, itertools.islice(theirs, stop)))
     assert ours.stats()["batches"] == 2 * (ROWS // BATCH) + 3
     del ours
-    until(lambda: not threads(), what="the threads end")
+    until(lambda: not threads(), event="the threads end")
 
 
 def test_an_iterator_that_is_left_early_leaves_no_thread(rows: creel.RecordDataset) -> None:
@@ -84,7 +84,7 @@ def test_an_iterator_that_is_left_early_leaves_no_thread(rows: creel.RecordDatas
     next(batches)
     assert len(threads()) == min(2, len(os.sched_getaffinity(0)))
     del batches
-    until(lambda: not threads(), what="the threads end")
+    until(lambda: not threads(), event="the threads end")
 
 
 def test_a_batch_that_does_not_come_in_time_raises_torchs_error_and_is_not_lost(
@@ -96,12 +96,12 @@ def test_a_batch_that_does_not_come_in_time_raises_torchs_error_and_is_not_lost(
     first = next(batches)
     del first
     gate.clear()
-    found: list[torch.Tensor] = []
+    batches_read: list[torch.Tensor] = []
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0.2 seconds"):
-        found.extend(batches)
+        batches_read.extend(batches)
     gate.set()
-    found.extend(batches)
-    assert torch.equal(torch.cat(found), torch.cat(list(DataLoader(rows, BATCH)))[BATCH:])
+    batches_read.extend(batches)
+    assert torch.equal(torch.cat(batches_read), torch.cat(list(DataLoader(rows, BATCH)))[BATCH:])
 
 
 def test_ctrl_c_in_a_wait_costs_no_batch(rows: creel.RecordDataset, gate: threading.Event) -> None:

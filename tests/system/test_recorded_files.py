@@ -99,13 +99,13 @@ def test_a_later_job_finds_on_disk_what_its_dataset_lists(
 
 def by_two_threads(path: str) -> Any:
     """Read the first half in another thread, the rest here."""
-    found: list[bytes] = []
+    chunks: list[bytes] = []
     with open(path, "rb") as f:  # noqa: PTH123
-        thread = threading.Thread(target=lambda: found.append(f.read(50_000)))
+        thread = threading.Thread(target=lambda: chunks.append(f.read(50_000)))
         thread.start()
         thread.join()
-        found.append(f.read())
-    return np.frombuffer(b"".join(found), np.uint8)
+        chunks.append(f.read())
+    return np.frombuffer(b"".join(chunks), np.uint8)
 
 
 def twice(path: str) -> Any:

@@ -111,9 +111,9 @@ def trained(tree: Path, daemon: str, paths: list[str]) -> tuple[Any, str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["file"] == str(tree / "src/creel/__init__.py")
-    return told, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["file"] == str(tree / "src/creel/__init__.py")
+    return answer, done.stderr
 
 
 def torchs(paths: list[str]) -> Any:
@@ -139,9 +139,9 @@ def served_by(daemon_of: Path, loader_of: Path, name: str, paths: list[str]) -> 
     Returns how many files the daemon opened, and the loader's log.
     """
     with Daemon(name, fresh=True, env=of(daemon_of)):
-        told, log = trained(loader_of, name, paths)
-    assert told["rows"] == torchs(paths)
-    return told["opens"], log
+        answer, log = trained(loader_of, name, paths)
+    assert answer["rows"] == torchs(paths)
+    return answer["opens"], log
 
 
 @pytest.fixture(scope="module")

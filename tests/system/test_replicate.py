@@ -44,7 +44,7 @@ class Augmented(Dataset[Any]):
             raise KeyError("no such sample")
         return torch.rand(self.floats) + index, {"index": index, "name": f"s{index}"}
 
-    def made(self) -> int:
+    def samples_made(self) -> int:
         return self.marks.stat().st_size
 
 
@@ -53,10 +53,10 @@ def loader_of(rank: int, folder: Path, workers: int, **more: Any) -> Any:
     torch.manual_seed(3)
     data = Augmented(folder, more.pop("floats", 5000))
     given: Any = DistributedSampler(data, 2, rank // GROUP, seed=7)
-    how = {"sampler": given, "num_workers": workers, **more}
+    options = {"sampler": given, "num_workers": workers, **more}
     if "replicate" not in more:
-        return DataLoader(data, BATCH, **how)
-    return creel.DataLoader(data, BATCH, creel=False, **how)
+        return DataLoader(data, BATCH, **options)
+    return creel.DataLoader(data, BATCH, creel=False, **options)
 
 
 def digest(batch: Any) -> str:
@@ -76,7 +76,7 @@ def epochs(loader: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {"workers": 0},
         {"workers": 2},
@@ -85,7 +85,7 @@ def epochs(loader: Any) -> Iterator[str]:
     ],
     ids=["inline", "workers", "persistent", "small"],
 )
-def test_a_group_has_torchs_batches_and_makes_each_once(how: Any, tmp_path: Path) -> None:
+def test_a_group_has_torchs_batches_and_makes_each_once(options: Any, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("creel", "torch", "creels", "torchs")]
     for folder in folders:
         folder.mkdir()
@@ -96,15 +96,18 @@ def test_a_group_has_torchs_batches_and_makes_each_once(how: Any, tmp_path: Path
             world,
         )
         for folder, meeting, world, more in (
-            (folders[0], folders[2], 4, {**how, "replicate": GROUP}),
-            (folders[1], folders[3], 1, how),
+            (folders[0], folders[2], 4, {**options, "replicate": GROUP}),
+            (folders[1], folders[3], 1, options),
         )
     )
     assert ours[0] == ours[1] != ours[2] == ours[3]
-    if how.get("in_order", True):
+    if options.get("in_order", True):
         assert ours[0] == theirs[0], "not what torch gives to a rank with the leader's seed"
         # In the epoch that is left early, two workers may be making the next batches.
-        assert Augmented(folders[0]).made() <= 2 * Augmented(folders[1]).made() + 8 * BATCH
+        assert (
+            Augmented(folders[0]).samples_made()
+            <= 2 * Augmented(folders[1]).samples_made() + 8 * BATCH
+        )
 
 
 def test_workers_that_share_a_socket_make_a_groups_batches(tmp_path: Path) -> None:
@@ -115,8 +118,8 @@ def test_workers_that_share_a_socket_make_a_groups_batches(tmp_path: Path) -> No
     def run(rank: int, folder: Path, **more: Any) -> list[str]:
         torch.manual_seed(3)
         given: Any = DistributedSampler(Augmented(folder), 2, rank // GROUP, seed=7)
-        made = creel.DataLoader(given.dataset, BATCH, sampler=given, creel=False, **more)
-        return list(epochs(made))
+        theirs = creel.DataLoader(given.dataset, BATCH, sampler=given, creel=False, **more)
+        return list(epochs(theirs))
 
     shared = {"num_workers": 3, "workers": "shared", "replicate": GROUP}
     ours = ranks(lambda rank: run(rank, folders[0], **shared), folders[2], 4)
@@ -149,18 +152,18 @@ def test_threads_that_pin_memory_read_ahead(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
-    how = {"pin_memory": True, "collate_fn": Pinnable, "persistent_workers": persistent}
+    options = {"pin_memory": True, "collate_fn": Pinnable, "persistent_workers": persistent}
 
     def read(rank: int) -> list[float]:
-        loader = loader_of(rank, tmp_path, 2, replicate=2, **how)
-        found = []
+        loader = loader_of(rank, tmp_path, 2, replicate=2, **options)
+        sums = []
         for epoch in range(4):
             for i, batch in enumerate(loader):
                 assert batch.pinned == "pt_data_pin"
-                found.append(float(batch.rows.sum()))
+                sums.append(float(batch.rows.sum()))
                 if epoch % 2 and i == 3:
                     break
-        return found
+        return sums
 
     leader, follower = ranks(read, tmp_path)
     assert leader == follower
@@ -267,9 +270,9 @@ def test_ranks_whose_loaders_differ_all_raise(tmp_path: Path) -> None:
             iter(loader_of(rank, tmp_path, rank, replicate=2))
         return str(e.value)
 
-    one, other = ranks(read, tmp_path)
-    assert one == other
-    assert "num_workers" in one
+    first, other = ranks(read, tmp_path)
+    assert first == other
+    assert "num_workers" in first
 
 
 @pytest.mark.skipif(bool(cluster.unavailable()), reason="needs network namespaces")
@@ -285,7 +288,7 @@ def test_each_node_makes_the_batches_of_a_group_once(tmp_path: Path) -> None:
 
     said = ranks(read, tmp_path, 3)
     assert said[0] == said[1] == said[2], "with the same seed nodes make the same"
-    assert Augmented(tmp_path).made() == 2 * (SAMPLES // 2)
+    assert Augmented(tmp_path).samples_made() == 2 * (SAMPLES // 2)
 
 
 def test_groups_are_ranks_in_a_row_or_those_of_a_mesh(tmp_path: Path) -> None:
@@ -296,12 +299,12 @@ def test_groups_are_ranks_in_a_row_or_those_of_a_mesh(tmp_path: Path) -> None:
         given = 2, 1, mesh["tp"], mesh["dp"], mesh, mesh["tp"].get_group()
         with pytest.raises(ConfigError, match="cannot be divided"):
             group_of(3)
-        return [group_of(one) for one in given]
+        return [group_of(ranks_of) for ranks_of in given]
 
     row, everyone = [(0, 1), (0, 1), (2, 3), (2, 3)], (0, 1, 2, 3)
-    for rank, found in enumerate(ranks(read, tmp_path, 4)):
+    for rank, groups in enumerate(ranks(read, tmp_path, 4)):
         column = (rank % 2, rank % 2 + 2)
-        assert found == [row[rank], (rank,), row[rank], column, everyone, row[rank]]
+        assert groups == [row[rank], (rank,), row[rank], column, everyone, row[rank]]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "tp", 1.5])
@@ -326,11 +329,11 @@ def test_a_group_reads_what_a_daemon_holds(workers: int, tmp_path: Path) -> None
     paths = sorted(tmp_path.iterdir())
 
     def read(_: int) -> tuple[list[int], int]:
-        found = []
+        numbers = []
         for data in (Scaled(paths), creel.RecordDataset(paths, dtype=torch.uint8, shape=(20_000,))):
             loader = creel.DataLoader(data, 4, num_workers=workers, replicate=2)
-            found += [int(row[0]) for batch in loader for row in batch]
-        return found, loader.stats()["direct_reads"]  # type: ignore[return-value]
+            numbers += [int(row[0]) for batch in loader for row in batch]
+        return numbers, loader.stats()["direct_reads"]  # type: ignore[return-value]
 
     said = ranks(read, tmp_path)
     assert said == [([*range(0, 40, 2), *range(20)], 0)] * 2

@@ -29,13 +29,13 @@ def test_commands_are_answered(daemon: Running, tmp_path: Path) -> None:
         assert client.ask("config")["settings"]["memory.budget"] == "32MiB"
         assert client.ask("datasets")["datasets"][0]["nbytes"] == 10_000
         client.ask("warm", dataset=key[:8])
-        until(lambda: client.ask("datasets")["datasets"][0]["resident_objects"] == 10, what="warm")
+        until(lambda: client.ask("datasets")["datasets"][0]["resident_objects"] == 10, event="warm")
         client.ask("drop", dataset=key)
         until(
-            lambda: client.ask("datasets")["datasets"][0]["resident_objects"] == 0, what="dropped"
+            lambda: client.ask("datasets")["datasets"][0]["resident_objects"] == 0, event="dropped"
         )
-        told = client.ask("status")
-        assert (told["name"], told["pid"]) == (daemon.name, daemon.pid)
+        status = client.ask("status")
+        assert (status["name"], status["pid"]) == (daemon.name, daemon.pid)
         assert msgspec.json.encode(client.ask("stats"))
         with pytest.raises(ConfigError, match="which dataset"):
             client.ask("warm")
@@ -69,11 +69,11 @@ def test_nothing_is_left(daemon_name: str, tmp_path: Path) -> None:
                 session = opened(client, manifest)
                 plan(session, np.arange(10, dtype=np.int32), 5)
                 assert read_steps(session, manifest, np.arange(10), 5) == 10
-        until(lambda: daemon.fds() <= idle + 3, what="one dataset stays")
+        until(lambda: daemon.fds() <= idle + 3, event="one dataset stays")
         process = Path(f"/proc/{daemon.pid}")
-        held = [what for _, what in descriptors(daemon.pid)]
+        held = [target for _, target in descriptors(daemon.pid)]
         held += (process / "maps").read_text().splitlines()
-        assert not [one for one in held if "/dev/shm/" in one]
+        assert not [target for target in held if "/dev/shm/" in target]
         daemon.end()
     assert list(temporary.iterdir()) == []
 
@@ -87,14 +87,14 @@ def test_sighup_reads_the_settings_again(daemon_name: str, tmp_path: Path) -> No
         with daemon.client("cli") as client:
             until(
                 lambda: client.ask("config")["settings"]["daemon.max_sessions"] == 7,
-                what="reloaded",
+                event="reloaded",
             )
             effective = client.ask("config")["effective"]
             assert effective["daemon.max_sessions"] == 1024, "until the next start"
             assert effective["daemon.log_level"] == "debug"
         settings.write_text("[daemon]\nlog_levle = 1\n")
         daemon.signal(signal.SIGHUP)
-        until(lambda: "the settings are not reloaded" in daemon.log(), what="it has looked")
+        until(lambda: "the settings are not reloaded" in daemon.log(), event="it has looked")
         log = daemon.end()
     assert "daemon.log_level = 'debug' (was 'info'), in effect now" in log
     assert "daemon.max_sessions = 7 (was 1024), takes effect at the next start" in log
@@ -110,7 +110,7 @@ def test_a_log_in_a_file_has_no_end(daemon_name: str, tmp_path: Path) -> None:
         while daemon.log().count("not reloaded") < 3:
             before = len(daemon.log())
             daemon.signal(signal.SIGHUP)
-            until(lambda: len(daemon.log()) > before, what="told")  # noqa: B023  called at once
+            until(lambda: len(daemon.log()) > before, event="told")  # noqa: B023  called at once
         assert "draining" in daemon.end()
 
 
@@ -126,7 +126,9 @@ def test_sighup_finds_a_projects_settings_again(
     with Running(daemon_name, env=env, fresh=True) as daemon:
         settings.write_text("[daemon]\nidle_s = 7\nlog_json = true\n")
         daemon.signal(signal.SIGHUP)
-        until(lambda: "log_json" in daemon.log() or "not reloaded" in daemon.log(), what="reloaded")
+        until(
+            lambda: "log_json" in daemon.log() or "not reloaded" in daemon.log(), event="reloaded"
+        )
         with daemon.client("cli") as client:
             effective = client.ask("config")["effective"]
         assert (effective["daemon.idle_s"], effective["daemon.log_json"]) == (7, True)

@@ -36,18 +36,18 @@ pytestmark = pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why)
 
 def finished(ranks: list[jobs.Rank], epochs: int) -> list[dict[str, Any]]:
     """Return the counters of each rank's daemon, once all ranks have read what torch would."""
-    for rank, one in enumerate(ranks):
+    for rank, program in enumerate(ranks):
         for epoch in range(epochs):
-            said = one.next("epoch")["epoch"]["digest"]
+            said = program.next("epoch")["epoch"]["digest"]
             assert said == jobs.digest(FILES, rank, len(ranks), epoch)
-    return [one.next("stats")["stats"] for one in ranks]
+    return [program.next("stats")["stats"] for program in ranks]
 
 
 def evictions(stats: dict[str, Any]) -> int:
     """Return how many objects have left a daemon's memory."""
     core = stats["core"]
     counted = [*core["datasets"].values(), *core["past"].values()]
-    return sum(n for one in counted for name, n in one.items() if name.startswith("evicted_"))
+    return sum(n for counts in counted for name, n in counts.items() if name.startswith("evicted_"))
 
 
 def test_files_that_one_host_holds_no_other_reads_again() -> None:
@@ -73,7 +73,7 @@ def test_files_that_one_host_holds_no_other_reads_again() -> None:
     assert totals["lookups"] - opens <= 1.1 * FILES * (epochs - 1)
     # No node tells others which objects it holds: all compute the plans.
     talk = [said["peers"] for said in stats[::each]]
-    control = sum(one["plans_nbytes"] + one["handshakes_nbytes"] for one in talk)
+    control = sum(node["plans_nbytes"] + node["handshakes_nbytes"] for node in talk)
     assert control <= _CONTROL_NBYTES * len(talk) * epochs
 
 
@@ -94,9 +94,9 @@ def test_of_what_lies_in_remote_storage_one_host_asks_for_all() -> None:
         words = [f"http://{cluster.ip('store')}:{port}", "8", ",".join(["step"] * epochs)]
         with jobs.job(cluster, world, words, memory) as ranks:
             stats = finished(ranks, epochs)
-            told = cluster.run("store", ["curl", "-s", f"http://127.0.0.1:{port}/stats"]).stdout
+            output = cluster.run("store", ["curl", "-s", f"http://127.0.0.1:{port}/stats"]).stdout
         store.stdin.close()
-    asked = json.loads(told)
+    asked = json.loads(output)
     hits = sum(said["tiers"]["peers"]["hits"] for said in stats)
     assert hits > 0
     assert asked["gets"] <= 1.5 * FILES  # each alone: 1.8
@@ -115,10 +115,10 @@ def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_at_home()
         words = [storage.mountpoint, str(batch), ",".join(["step"] * epochs), "global-batch"]
         with jobs.job(cluster, world, words, memory, more=more) as ranks:
             for epoch in range(epochs):
-                read = [one.next("epoch")["epoch"]["heads"] for one in ranks]
+                read = [program.next("epoch")["epoch"]["heads"] for program in ranks]
                 together = [sorted(chain(*step)) for step in zip(*read, strict=True)]
                 assert together == jobs.global_batches(FILES, batch, world, epoch)
-            peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+            peers = [program.next("stats")["stats"]["tiers"]["peers"] for program in ranks]
         opens = storage.totals()["opens"]
     hits = sum(peer["hits"] for peer in peers)
     assert opens <= 1.5 * FILES  # each alone: 2
@@ -140,15 +140,15 @@ def test_ranks_that_exchange_samples_decode_each_of_them_once(
         words = [str(data), str(batch), ",".join(["step"] * epochs), remap, "1GiB"]
         with jobs.job(cluster, world, words, 2 * FILES * jobs.HELD_NBYTES) as ranks:
             for epoch in range(epochs):
-                epoch_of = [one.next("epoch")["epoch"] for one in ranks]
-                steps = zip(*(one["heads"] for one in epoch_of), strict=True)
+                epoch_of = [program.next("epoch")["epoch"] for program in ranks]
+                steps = zip(*(answer["heads"] for answer in epoch_of), strict=True)
                 if remap:
                     together = [sorted(chain(*step)) for step in steps]
                     assert together == jobs.global_batches(FILES, batch, world, epoch)
                 else:
                     dealt = [jobs.digest(FILES, rank, world, epoch) for rank in range(world)]
-                    assert [one["digest"] for one in epoch_of] == dealt
-    decodes = sum(one["decodes"] for one in epoch_of)
+                    assert [answer["digest"] for answer in epoch_of] == dealt
+    decodes = sum(answer["decodes"] for answer in epoch_of)
     assert least * FILES <= decodes <= most * FILES
 
 
@@ -167,11 +167,11 @@ def test_memories_and_disks_of_all_hosts_are_one_capacity() -> None:
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
         words = [storage.mountpoint, "8", ",".join(["step"] * epochs)]
         with jobs.job(cluster, world, words, memory, more=more) as ranks:
-            for one in ranks:
-                while one.next("half")["half"] < 1:
+            for program in ranks:
+                while program.next("half")["half"] < 1:
                     pass
             first = int(storage.totals()["opens"])
-            said = [one.next("stats")["stats"]["tiers"] for one in ranks]
+            said = [program.next("stats")["stats"]["tiers"] for program in ranks]
         later = int(storage.totals()["opens"]) - first
     assert min(tiers["disk"]["hits"] for tiers in said) > 0
     assert min(tiers["peers"]["hits"] for tiers in said) > 0
@@ -194,11 +194,11 @@ def test_nodes_share_what_they_read_by_samplers_of_which_they_know_nothing(kind:
         words = [storage.mountpoint, "8", str(epochs), kind]
         with jobs.job(cluster, world, words, memory, script=jobs.READS) as ranks:
             for _ in range(epochs):
-                for one in ranks:
-                    said = one.next("epoch")["epoch"]
+                for program in ranks:
+                    said = program.next("epoch")["epoch"]
                     assert said["digest"] == said["expected"]
                 reads.append(storage.totals()["opens"])
-            peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+            peers = [program.next("stats")["stats"]["tiers"]["peers"] for program in ranks]
     assert min(peer["hits"] for peer in peers) > 0
     cores.skip_unless_spare()
     # Alone, each reads .35 ("random": of all files, else of its half) again in each epoch, or more.
@@ -216,12 +216,14 @@ def test_hosts_plan_together_for_a_part_of_a_dataset() -> None:
         words = [storage.mountpoint, "8", str(epochs), "subset"]
         with jobs.job(cluster, world, words, memory, script=jobs.READS) as ranks:
             for _ in range(epochs):
-                for one in ranks:
-                    said = one.next("epoch")["epoch"]
+                for program in ranks:
+                    said = program.next("epoch")["epoch"]
                     assert said["digest"] == said["expected"]
                 reads.append(storage.totals()["opens"])
-            stats = [one.next("stats")["stats"] for one in ranks]
-    policies = [[one["policy"] for one in said["core"]["datasets"].values()] for said in stats]
+            stats = [program.next("stats")["stats"] for program in ranks]
+    policies = [
+        [dataset["policy"] for dataset in said["core"]["datasets"].values()] for said in stats
+    ]
     assert policies == [["cluster"]] * 2
     assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0
     assert reads[2] - reads[1] <= 0.4 * part  # each alone: .55
@@ -239,14 +241,14 @@ def test_hosts_that_rehearse_read_each_file_once(kind: str) -> None:
         words = [storage.mountpoint, "4", str(epochs), str(int(0.3 * files)), "2", kind, "0", "4"]
         with jobs.job(cluster, world, words, memory, script=jobs.REHEARSES) as ranks:
             for epoch in range(tasks * epochs):
-                for one in ranks:
-                    said = one.next("epoch")["epoch"]
+                for program in ranks:
+                    said = program.next("epoch")["epoch"]
                     assert said["digest"] == said["expected"]
                 if epoch < epochs:
                     first = storage.totals()["opens"]
             opens = storage.totals()["opens"]
-            told = [one.next("stats")["stats"]["core"]["datasets"] for one in ranks]
-    used = [{one["policy"] for one in data.values()} - {"none"} for data in told]
+            datasets = [program.next("stats")["stats"]["core"]["datasets"] for program in ranks]
+    used = [{dataset["policy"] for dataset in data.values()} - {"none"} for data in datasets]
     assert used == [{"homes-far"}] * world
     # In the first task hosts may learn late of each other.
     once = (1 - 1 / tasks) * files
@@ -265,12 +267,12 @@ def test_hosts_that_rehearse_read_no_file_that_another_host_has_read() -> None:
         memory = int(1.3 * files * jobs.HELD_NBYTES)
         with jobs.job(cluster, world, words, memory, script=jobs.REHEARSES) as ranks:
             for _ in range(tasks * epochs):
-                for one in ranks:
-                    said = one.next("epoch")["epoch"]
+                for program in ranks:
+                    said = program.next("epoch")["epoch"]
                     assert said["digest"] == said["expected"]
                 opens.append(storage.totals()["opens"])
-            stats = [one.next("stats")["stats"] for one in ranks]
-        errors = [one.errors for one in ranks]
+            stats = [program.next("stats")["stats"] for program in ranks]
+        errors = [program.errors for program in ranks]
     first = files * SIZES[0] / sum(SIZES)
     assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0
     # 1.3 if a home read what another host had read before they knew of each other.
@@ -294,14 +296,14 @@ def test_a_host_that_joins_reads_its_share_of_what_is_replayed_and_no_more() -> 
             words = [storage.mountpoint, "4", str(epochs), str(kept), "2", "subsets"]
             span = [str(first), str(stop)]
             with jobs.job(
-                *(cluster, world, words + span, memory), more=more, script=jobs.REHEARSES
+                cluster, world, words + span, memory, more=more, script=jobs.REHEARSES
             ) as ranks:
                 for _ in range(epochs * (stop - first)):
-                    for one in ranks:
-                        said = one.next("epoch")["epoch"]
+                    for program in ranks:
+                        said = program.next("epoch")["epoch"]
                         assert said["digest"] == said["expected"]
-                for one in ranks:
-                    one.next("stats")
+                for program in ranks:
+                    program.next("stats")
                 opens.append(storage.totals()["opens"])
     share = files / 2 + kept / 4
     assert opens[2] - opens[1] <= 2 * share
@@ -323,16 +325,14 @@ def test_jobs_on_different_hosts_read_less_than_each_alone() -> None:
         for first, kind in enumerate(("dealt", "dealt-other")):
             more = {"MASTER_PORT": str(29555 + first), "TORCHELASTIC_RUN_ID": f"job{first}"}
             words = [storage.mountpoint, "8", str(epochs), kind]
-            job = jobs.job(
-                *(cluster, world, words, memory), more=more, script=jobs.READS, first=first
-            )
+            job = jobs.job(cluster, world, words, memory, more=more, script=jobs.READS, first=first)
             ranks += stack.enter_context(job)
         for _ in range(epochs):
-            for one in ranks:
-                said = one.next("epoch")["epoch"]
+            for program in ranks:
+                said = program.next("epoch")["epoch"]
                 assert said["digest"] == said["expected"]
             reads.append(storage.totals()["opens"])
-        stats = [one.next("stats")["stats"] for one in ranks]
+        stats = [program.next("stats")["stats"] for program in ranks]
     assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0
     # Each alone: 2, and .8 in each later epoch. Measured: 1.3 to 1.4, and .14 (.75 if each job
     # followed a plan for its own nodes).
@@ -359,5 +359,5 @@ def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough() -> Non
         }
         with jobs.job(cluster, world, words, memory, more=more) as ranks:
             stats = finished(ranks, epochs)
-        errors = [one.errors for one in ranks]
+        errors = [program.errors for program in ranks]
     assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0, errors

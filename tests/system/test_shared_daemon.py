@@ -154,7 +154,7 @@ def test_a_wrong_prediction_leaves_no_step_pinned(
         return bool(session["known"] - session["done"] <= 2 * workers)  # torch's lead
 
     def nothing_pinned() -> None:
-        until(all_given_back, what="no step of a plan that is void is held")
+        until(all_given_back, event="no step of a plan that is void is held")
 
     monkeypatch.setattr(Moody, "shift", 0)
     loader = creel.DataLoader(files, BATCH, sampler=Moody(), num_workers=workers)
@@ -168,10 +168,10 @@ def test_a_wrong_prediction_leaves_no_step_pinned(
 
         def forgotten() -> bool:
             assert main.main(["--name", daemon.name, "drop", dataset["dataset"][:12]]) == 0
-            (found,) = client.ask("datasets")["datasets"]
-            return bool(found["resident_objects"] == 0)
+            (held,) = client.ask("datasets")["datasets"]
+            return bool(held["resident_objects"] == 0)
 
-        until(forgotten, what="it forgets what nobody has pinned")
+        until(forgotten, event="it forgets what nobody has pinned")
 
     monkeypatch.setattr(Moody, "shift", 0)
     theirs: Any = DataLoader(files, BATCH, sampler=Moody(), num_workers=workers)
@@ -304,22 +304,22 @@ def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
     )
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3)).tolist()
     loader = creel.DataLoader(data, BATCH, sampler=order, num_workers=workers)
-    found = []
+    batches = []
     with Running(name):
         it = iter(loader)
-        found += [next(it) for _ in range(3)]
+        batches += [next(it) for _ in range(3)]
     with Running(name) as second:
-        found += [next(it) for _ in range(2)]
+        batches += [next(it) for _ in range(2)]
         until(lambda: len(stats_of(second)["sessions"]) == 1)
         until(lambda: "creel-reattach" not in {t.name for t in threading.enumerate()})
-        found += [next(it) for _ in range(5)]
+        batches += [next(it) for _ in range(5)]
         direct = loader.stats()["direct_reads"]
-        found += it
+        batches += it
         assert loader.stats()["direct_reads"] == direct
         assert stats_of(second)["sources"][0]["nbytes"] >= 10 * BATCH * NBYTES
         assert len(list(loader)) == N // BATCH
         assert loader.stats()["direct_reads"] == direct
-    assert [int(row[0]) for batch in found for row in batch] == order
+    assert [int(row[0]) for batch in batches for row in batch] == order
 
 
 @pytest.mark.parametrize("kind", ["files", "rows"])
@@ -378,16 +378,16 @@ class Gate:
         def watched_rows(gatherer: Any, ids: Any, indices: Any) -> Any:
             nonlocal stops
             stops = not self.arrived.exists() and chosen(ids.tolist())
-            made = rows(gatherer, ids, indices)
+            rows_read = rows(gatherer, ids, indices)
             if stops:
                 self.passed.touch()
-            return made
+            return rows_read
 
         def watched(memory: Any) -> Any:
             def take(owner: Any, nbytes: int) -> Any:
                 if stops:
                     self.arrived.touch()
-                    until(self.opened.exists, what="the gate opens")
+                    until(self.opened.exists, event="the gate opens")
                 return memory(owner, nbytes)
 
             return take
@@ -401,7 +401,7 @@ class Gate:
         """Let the reader continue, if there is one, and wait until it has copied."""
         self.opened.touch()
         if self.arrived.exists():
-            until(self.passed.exists, what="the rows are copied")
+            until(self.passed.exists, event="the rows are copied")
 
 
 @pytest.fixture
@@ -427,11 +427,11 @@ def by_one(kind: str, rows: Any, sampler: Any) -> Any:
 
 def numbers(batches: Any) -> list[int]:
     """Return the numbers of the rows, each of which must be whole."""
-    found = []
+    samples = []
     for batch in batches:
         assert (batch == batch[:, :1]).all()
-        found += batch[:, 0].tolist()
-    return found
+        samples += batch[:, 0].tolist()
+    return samples
 
 
 def write_over(daemon: Running, rows: Any) -> None:
@@ -456,9 +456,9 @@ def test_rows_copied_while_the_session_closes_are_read_anew(
     loader = by_one(kind, rows, range(40))
     batches = iter(loader)
     ours = numbers(itertools.islice(batches, 3))
-    until(gate.arrived.exists, what="the batch is being made")
+    until(gate.arrived.exists, event="the batch is being made")
     connections.disconnect(tight.name)  # as after a late reply
-    until(lambda: not stats_of(tight)["sessions"], what="the daemon takes everything back")
+    until(lambda: not stats_of(tight)["sessions"], event="the daemon takes everything back")
     write_over(tight, rows)
     gate.let_through()
     assert ours + numbers(batches) == list(range(40))
@@ -476,7 +476,7 @@ def test_a_thread_that_hangs_up_costs_the_others_no_batch(
         """Disturb this process in the middle of the fourth batch."""
         if next(heard) == (3 if kind == "rows" else 3 * FEW + 1):
             connections.disconnect(tight.name)
-            until(lambda: not stats_of(tight)["sessions"], what="the daemon takes everything back")
+            until(lambda: not stats_of(tight)["sessions"], event="the daemon takes everything back")
             write_over(tight, rows)
         return thing
 

@@ -34,9 +34,9 @@ def put(producer: creel.Producer, i: int) -> None:
     producer.put(x=np.full(40, i, np.float32), i=i)
 
 
-def produce(folder: Path, n: int, pace: random.Random | None = None, **how: Any) -> None:
+def produce(folder: Path, n: int, pace: random.Random | None = None, **options: Any) -> None:
     """Put n records; with a `pace`, with pauses at random places and chunks of random lengths."""
-    with creel.Producer(folder, FIELDS, **{"chunk": 7, "timeout_s": 60, **how}) as producer:
+    with creel.Producer(folder, FIELDS, **{"chunk": 7, "timeout_s": 60, **options}) as producer:
         for i in range(n):
             put(producer, i)
             if pace and pace.random() < 0.1:
@@ -45,8 +45,8 @@ def produce(folder: Path, n: int, pace: random.Random | None = None, **how: Any)
                 time.sleep(pace.uniform(0, 0.01))
 
 
-def stream(folder: Path, name: str | None = None, **how: Any) -> creel.Stream:
-    return creel.Stream(folder, name, capacity=20_000, timeout_s=60, **how)
+def stream(folder: Path, name: str | None = None, **options: Any) -> creel.Stream:
+    return creel.Stream(folder, name, capacity=20_000, timeout_s=60, **options)
 
 
 def read(loader: DataLoader[Any]) -> list[list[int]]:
@@ -81,8 +81,8 @@ def producing() -> Iterator[Any]:
     """A function that begins `produce` in a thread."""
     threads = []
 
-    def begin(*args: Any, **how: Any) -> threading.Thread:
-        threads.append(threading.Thread(target=produce, args=args, kwargs=how))
+    def begin(*args: Any, **options: Any) -> threading.Thread:
+        threads.append(threading.Thread(target=produce, args=args, kwargs=options))
         threads[-1].start()
         return threads[-1]
 
@@ -102,11 +102,11 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.mark.parametrize(
-    ("how", "workers"),
+    ("kind", "workers"),
     [("plain", 0), ("plain", 1), ("shuffle", 2), ("transform", 0), ("batch_transform", 2)],
 )
 def test_a_finished_stream_has_torchs_batches(
-    daemon: Running, source: str, folder: Path, workers: int, how: str
+    daemon: Running, source: str, folder: Path, workers: int, kind: str
 ) -> None:
     produce(folder, 203, random.Random(1))
     kinds: dict[str, dict[str, Any]] = {
@@ -115,7 +115,7 @@ def test_a_finished_stream_has_torchs_batches(
         "transform": {"transform": lambda r: (r["i"], r["x"] * 2)},
         "batch_transform": {"batch_transform": lambda b: {"s": b["x"].sum(1), "i": b["i"]}},
     }
-    data = stream(folder, **kinds[how])
+    data = stream(folder, **kinds[kind])
     mine, theirs = [], []
     for drop_last in (False, True):
         options: dict[str, Any] = {"num_workers": workers}
@@ -134,7 +134,7 @@ def test_a_finished_stream_has_torchs_batches(
 def reads(daemon: Running) -> int:
     """Return how many records the daemon has read into its memory."""
     with daemon.client("cli") as client:
-        return sum(one["reads"] for one in client.ask("stats")["sources"])
+        return sum(source["reads"] for source in client.ask("stats")["sources"])
 
 
 def finished(path: Any, b: int, shuffle: int) -> tuple[creel.Stream, Any]:
@@ -154,8 +154,8 @@ def test_batches_and_replays_are_the_same_whatever_the_pace(folder: Path, produc
         loader = creel.DataLoader(live, batch_size=b, num_workers=workers, rehearsal=memory)
         got = read(loader)
         new = expected(n, b, shuffle)
-        assert [own[: len(one)] for own, one in zip(got, new, strict=True)] == new, seed
-        rows = [len(own) - len(one) for own, one in zip(got, new, strict=True)]
+        assert [own[: len(rows)] for own, rows in zip(got, new, strict=True)] == new, seed
+        rows = [len(own) - len(part) for own, part in zip(got, new, strict=True)]
         assert rows == [memory.per_batch if step >= 3 else 0 for step in range(len(new))]
         again, batches = memory.over(*finished(path, b, shuffle), None)
         assert read(DataLoader(again, batch_sampler=batches)) == got, seed
@@ -269,8 +269,8 @@ def test_a_position_resumes_with_other_workers_and_batch_size(folder: Path) -> N
     assert len(repr(state)) < 400
     then = creel.DataLoader(stream(folder, "a", shuffle=32), batch_size=3)
     then.load_state_dict(state)
-    rest = read(then)
-    assert [i for batch in rest for i in batch] == order[45:]
+    remaining = read(then)
+    assert [i for batch in remaining for i in batch] == order[45:]
     assert not read_resumed(folder, then.state_dict())  # all is read
     again = creel.DataLoader(stream(folder, "a", shuffle=32), batch_size=3)
     again.load_state_dict(then.state_dict())

@@ -41,9 +41,9 @@ def test_a_running_daemon_survives_them_and_says_what_ends_it(daemon_name: str) 
         for number in SURVIVED:
             os.kill(client.daemon_pid, number)
             assert client.ask("status")["state"] == "serving", signal.strsignal(number)
-        until(lambda: "SIGPWR from process" in start.last_log(), what="it has seen the last")
+        until(lambda: "SIGPWR from process" in start.last_log(), event="it has seen the last")
         os.kill(client.daemon_pid, signal.SIGTERM)
-        until(lambda: gone(client.daemon_pid), what="it ends")
+        until(lambda: gone(client.daemon_pid), event="it ends")
         name = f"ended: SIGTERM from process {os.getpid()} ("
         assert name in start.last_log()
     start.close()
@@ -68,7 +68,7 @@ def test_a_daemon_that_is_to_end_while_it_starts_drains(daemon_name: str) -> Non
     while not start.reported() and time.monotonic() < deadline:
         os.killpg(group, signal.SIGTERM)
     assert start.report(0) == "1", start.last_log()
-    until(lambda: "ended: SIGTERM from process" in start.last_log(), what="it ends in order")
+    until(lambda: "ended: SIGTERM from process" in start.last_log(), event="it ends in order")
     start.close()
 
 
@@ -87,7 +87,7 @@ def test_a_start_changes_no_signal_of_the_process_that_starts_it(daemon_name: st
 def test_a_service_drains_and_says_who_asked(daemon_name: str, number: signal.Signals) -> None:
     with Running(daemon_name) as daemon:
         daemon.signal(signal.SIGUSR1)
-        until(lambda: "SIGUSR1 from process" in daemon.log(), what="it has looked")
+        until(lambda: "SIGUSR1 from process" in daemon.log(), event="it has looked")
         daemon.signal(number)
         assert daemon.process.wait(30) == 0
         log = daemon.log()

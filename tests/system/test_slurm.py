@@ -51,7 +51,7 @@ def slurm(secret: Path) -> Iterator[Slurm]:
 def nothing_is_left(slurm: Slurm) -> Iterator[None]:
     yield
     for node in NODES:
-        until(lambda node=node: slurm.left(node) == [], what=f"{node} is as before")  # type: ignore[misc]
+        until(lambda node=node: slurm.left(node) == [], event=f"{node} is as before")  # type: ignore[misc]
         assert "Prolog" not in slurm.do("sinfo", "-R")
 
 
@@ -80,11 +80,11 @@ def check_ranks(slurm: Slurm, job: str, epochs: int) -> list[dict[str, Any]]:
     for task in range(2):
         lines = (slurm.folder / f"rank-{job}-{task}").read_text().splitlines()
         said.append([json.loads(line) for line in lines if line.startswith("{")])
-    read = [[one["epoch"]["digest"] for one in rank if "epoch" in one] for rank in said]
+    read = [[line["epoch"]["digest"] for line in rank if "epoch" in line] for rank in said]
     for epoch in range(epochs):
         expected = {jobs.digest(FILES, rank, 2, epoch) for rank in range(2)}
         assert {rank[epoch] for rank in read} == expected
-    return [next(one["stats"] for one in rank if "stats" in one) for rank in said]
+    return [next(line["stats"] for line in rank if "stats" in line) for rank in said]
 
 
 def test_a_job_finds_a_daemon_of_its_own_and_a_key_on_each_node(slurm: Slurm, secret: Path) -> None:
@@ -138,8 +138,8 @@ def test_each_task_of_an_array_and_each_run_of_a_requeued_job_has_a_daemon(slurm
     assert len({text.split()[1] for text in texts}) == 2
     assert all(text.split()[1].startswith("slurm-") for text in texts)
     job = slurm.submit(f"{said}\n[ $SLURM_RESTART_COUNT ] || sleep 600", "--open-mode=append")
-    until((slurm.folder / f"out-{job}").exists, 60, what="it runs")
-    until(lambda: "slurm-" in (slurm.folder / f"out-{job}").read_text(), 60, what="its daemon")
+    until((slurm.folder / f"out-{job}").exists, 60, event="it runs")
+    until(lambda: "slurm-" in (slurm.folder / f"out-{job}").read_text(), 60, event="its daemon")
     slurm.do("scontrol", "requeue", job)
     lines = ended(slurm, job).splitlines()
     runs = [line.split()[1] for line in lines if line.startswith("daemon ")]
@@ -152,7 +152,7 @@ def test_a_training_on_two_nodes_needs_no_administrator(slurm: Slurm, storage: A
     job = slurm.submit(command, "-N2")
     ended(slurm, job)
     stats = check_ranks(slurm, job, 2)
-    read = sum(one["reads"] for node in stats for one in node["sources"])
+    read = sum(source["reads"] for node in stats for source in node["sources"])
     assert FILES <= read < 1.4 * FILES, "each for itself would read half of the files twice"
 
 
@@ -160,7 +160,7 @@ def test_killed_daemons_and_a_restarted_slurmd_fail_no_training(slurm: Slurm, st
     epochs = 6
     job = slurm.submit(f"export STEP_S=0.2\n{training(storage, epochs)}", "-N2")
     out = slurm.folder / f"rank-{job}-0"
-    until(lambda: out.exists() and '"epoch"' in out.read_text(), 120, what="an epoch has ended")
+    until(lambda: out.exists() and '"epoch"' in out.read_text(), 120, event="an epoch has ended")
     kill = f'kill -9 $(ps -ww -eo pid,args | awk "/[c]reeld --name slurm-{job}/ {{print \\$1}}")'
     slurm.on("n0", "sh", "-c", kill)
     slurm.on(

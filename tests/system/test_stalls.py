@@ -127,7 +127,7 @@ def kept(workers: int) -> dict[str, Any]:
 
 @WORKERS
 @pytest.mark.parametrize(
-    ("cause", "decoding", "how"),
+    ("cause", "decoding", "options"),
     [
         ("decode", decode_slowly, {}),
         ("collate", decode, {"collate_fn": collate_slowly}),
@@ -137,13 +137,13 @@ def kept(workers: int) -> dict[str, Any]:
 def test_slow_code_of_a_person_is_named(
     cause: str,
     decoding: Callable[[bytes], torch.Tensor],
-    how: dict[str, Any],
+    options: dict[str, Any],
     workers: int,
     node: Running,
     folder: Path,
 ) -> None:
     files = creel.FileDataset(folder, "*.raw", decode=decoding)
-    loader = creel.DataLoader(files, 4, **kept(workers), **how)
+    loader = creel.DataLoader(files, 4, **kept(workers), **options)
     epoch(loader)  # workers start, files are read
     before = stats_of(node)["stall_s"]
 
@@ -152,7 +152,7 @@ def test_slow_code_of_a_person_is_named(
         counted: Any = loader.stats()["stall_s"]
         return worst_since(before, node) == worst(counted) == cause
 
-    until(named, what=f"{cause} is the greatest")
+    until(named, event=f"{cause} is the greatest")
 
 
 @WORKERS
@@ -164,7 +164,7 @@ def test_a_slow_sampler_of_rows_is_named(workers: int, node: Running, folder: Pa
         epoch(loader)
         return worst(stats_of(node)["stall_s"]) == "sampler"
 
-    until(named, what="the sampler is the greatest")
+    until(named, event="the sampler is the greatest")
 
 
 @pytest.mark.parametrize("workers", [2])
@@ -179,7 +179,7 @@ def test_a_slow_source_is_named(workers: int, node: Running, folder: Path) -> No
             epoch(loader)
             return worst(stats_of(node)["stall_s"]) == "source"
 
-        until(named, what="the source is the greatest")
+        until(named, event="the source is the greatest")
 
 
 @pytest.mark.parametrize("workers", [0])
@@ -198,7 +198,7 @@ def test_a_slow_source_is_named_where_the_loader_reads_it_itself(
             del batches
             return worst(stats_of(node)["stall_s"]) == "source"
 
-        until(named, what="the source is the greatest")
+        until(named, event="the source is the greatest")
         session = stats_of(node)
     assert session["direct_reads"] >= 17 * 4
     assert session["direct_nbytes"] == session["direct_reads"] * NBYTES
@@ -221,7 +221,7 @@ def test_a_stopped_daemon_is_named(workers: int, node: Running, folder: Path) ->
         epoch(loader)  # and gets the counts of the time when it was stopped
         return worst_since(before, node) == "daemon"
 
-    until(named, what="the daemon is the greatest")
+    until(named, event="the daemon is the greatest")
 
 
 @WORKERS
@@ -271,18 +271,18 @@ def test_a_wait_that_has_not_ended_is_told_while_storage_hangs(
         training = threading.Thread(target=epoch, args=(loader,))
         training.start()
         try:
-            until(lambda: awaits_storage(overdue(node)), 60, what="the file is named")
-            told = overdue(node)
+            until(lambda: awaits_storage(overdue(node)), 60, event="the file is named")
+            session = overdue(node)
             assert main.main(["--name", node.name, "stats", "--why"]) == 0
         finally:
             slow.set(stall=0)
             training.join()
-    assert told["overdue_file"] in paths
+    assert session["overdue_file"] in paths
     assert f"storage has not delivered {mount}/" in capsys.readouterr().out
     with node.client("cli") as client:
         (rank,) = client.ask("stats")["ranks"]
     assert rank["overdue_s"] == 0, "it has ended"
-    assert rank["stall_s"]["source"] >= told["stall_s"]["source"]
+    assert rank["stall_s"]["source"] >= session["stall_s"]["source"]
     counted: Any = loader.stats()["stall_s"]
     assert sum(rank["stall_s"].values()) == pytest.approx(sum(counted.values()))
 
@@ -295,8 +295,8 @@ def overdue(node: Running) -> dict[str, Any]:
 
 def awaits_storage(session: dict[str, Any]) -> bool:
     """Whether a session has a wait that is counted, of this cause and with its file."""
-    told = session.get("overdue_cause"), bool(session.get("overdue_file"))
-    return told == ("source", True) and session["stall_s"]["source"] > 1
+    cause_and_file = session.get("overdue_cause"), bool(session.get("overdue_file"))
+    return cause_and_file == ("source", True) and session["stall_s"]["source"] > 1
 
 
 @WORKERS
@@ -308,7 +308,7 @@ def test_work_of_workers_is_told_by_stage(workers: int, node: Running, folder: P
         epoch(loader)
         return not workers or worst(stats_of(node)["busy_s"]) == "decode"
 
-    until(named, what="decoding is the greatest")
+    until(named, event="decoding is the greatest")
     session = stats_of(node)
     busy = session["busy_s"]
     assert set(busy) == {"source", "decode", "collate", "handover"}

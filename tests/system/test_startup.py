@@ -52,8 +52,8 @@ def has_arrow(daemon: Running) -> bool:
 
 def test_a_daemon_loads_arrow_with_the_first_dataset(running: Running, tmp_path: Path) -> None:
     with running.client("cli") as client:
-        for what in ("status", "stats", "datasets", "config"):
-            client.ask(what)
+        for command in ("status", "stats", "datasets", "config"):
+            client.ask(command)
         assert not has_arrow(running)
         client.register(folder(tmp_path, [10]))
         assert has_arrow(running)
@@ -66,7 +66,7 @@ def test_a_slow_import_holds_up_nobody_but_the_first_dataset(tmp_path: Path) -> 
     with Running(unique_name(), env=env, fresh=True) as daemon, daemon.client() as client:
         registering = threading.Thread(target=client.register, args=(manifest,))
         registering.start()
-        until((tmp_path / "began").exists, what="the daemon imports pyarrow")
+        until((tmp_path / "began").exists, event="the daemon imports pyarrow")
         with daemon.client("cli") as other:
             assert other.ask("status")["datasets"] == 0
         assert registering.is_alive()
@@ -82,7 +82,7 @@ def test_a_service_takes_over_from_an_embedded_daemon(tmp_path: Path) -> None:
     embedded = connect_or_start(config)
     assert embedded is not None
     with embedded, Running(name) as service:
-        until(lambda: "ready:" in service.log(), what="the service is up")
+        until(lambda: "ready:" in service.log(), event="the service is up")
         assert embedded.alive
         with service.client() as client:
             assert client.daemon_pid == service.pid != embedded.daemon_pid
@@ -92,7 +92,7 @@ def test_a_service_takes_over_from_an_embedded_daemon(tmp_path: Path) -> None:
                 assert read_steps(session, manifest, np.arange(8), 2) == 8
         assert "released the address" in service.log()
         embedded.close()
-        until(lambda: gone(embedded.daemon_pid), what="it ends with its last client")
+        until(lambda: gone(embedded.daemon_pid), event="it ends with its last client")
 
 
 def test_a_service_takes_over_the_metrics_page_too(daemon_name: str) -> None:
@@ -104,7 +104,7 @@ def test_a_service_takes_over_the_metrics_page_too(daemon_name: str) -> None:
     embedded = connect_or_start(Config.load({**settings, "daemon.linger_s": 0})[0])
     assert embedded is not None
     with embedded, Running(daemon_name, "--metrics", address) as service:
-        until(lambda: "ready:" in service.log(), what="the service is up")
+        until(lambda: "ready:" in service.log(), event="the service is up")
         with urlopen(f"http://{address}/metrics", timeout=30) as page:
             assert "3.3554432e+07" in page.read().decode(), "the budget of `Running`"
         assert embedded.alive

@@ -323,7 +323,7 @@ def test_every_kind_of_dataset_is_made_with_its_options(
         for i in range(8):
             Image.new("RGB", (4, 4), (i, 0, 0)).save(bucket / f"one/{i}.png")
         dataset = make("s3://bucket", storage_options=options(red), transform=np.array)
-    want = [repr(one) for one in DataLoader(dataset, batch_size=None)]
+    want = [repr(sample) for sample in DataLoader(dataset, batch_size=None)]
     assert len(want) == 8
     for _ in range(2):
         assert [repr(x) for x in creel.DataLoader(dataset, None, num_workers=1)] == want

@@ -441,14 +441,14 @@ def test_throttles_are_counted_and_outlasted(s3: S3) -> None:
 def test_a_store_that_asks_for_fewer_requests_gets_fewer_until_it_is_content() -> None:
     gate = Gate()
     flying = [gate.request() for _ in range(8)]
-    numbers = [one.__enter__() for one in flying]
+    numbers = [request.__enter__() for request in flying]
     for number in numbers:
         gate.slow_down(number)
     assert gate.limit == 4, "one cut for all that were sent before it"
     waiting = threading.Thread(target=lambda: gate.request().__enter__())
     waiting.start()
-    for one in flying[:4]:
-        one.__exit__(None, None, None)
+    for request in flying[:4]:
+        request.__exit__(None, None, None)
     assert waiting.is_alive(), "as many as the limit are still in flight"
     flying[4].__exit__(None, None, None)
     waiting.join(10)
@@ -589,14 +589,14 @@ def test_each_way_to_name_an_account_reads(
     s3: S3, monkeypatch: pytest.MonkeyPatch, account: str, client: str
 ) -> None:
     """And nothing else that the environment says is used: a daemon has that of another job."""
-    who, given = ACCOUNTS[account]
+    prefix, given = ACCOUNTS[account]
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.setenv(name, "of-another-job")
     given = given | {"endpoint_url": s3.env["AWS_ENDPOINT_URL"]}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     s3.public = account == "anonymous"
     given |= BY_ARROW if client == "pyarrow" else {}
-    data = creel.read(f"s3://{who}bucket/files/00", storage_options=given)
+    data = creel.read(f"s3://{prefix}bucket/files/00", storage_options=given)
     assert data == (s3.root / "bucket/files/00").read_bytes()
     assert (s3.count["heads"], s3.count["refused"]) == (int(client == "pyarrow"), 0)
 
@@ -669,8 +669,8 @@ class Role(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-@pytest.mark.parametrize("who", ["container", "machine"])
-def test_a_role_reads(s3: S3, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+@pytest.mark.parametrize("place", ["container", "machine"])
+def test_a_role_reads(s3: S3, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     (s3.root / "token").write_text("pass")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.delenv(name)
@@ -681,7 +681,7 @@ def test_a_role_reads(s3: S3, monkeypatch: pytest.MonkeyPatch, who: str) -> None
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}"
-        if who == "container":
+        if place == "container":
             monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/role")
             monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(s3.root / "token"))
         else:

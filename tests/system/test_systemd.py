@@ -47,12 +47,12 @@ def service(machine: Booted) -> Iterator[Booted]:
     machine.run("systemctl", "stop", UNIT)
 
 
-def told(machine: Booted, what: str) -> Any:
-    return json.loads(machine.run_as_user(str(CREEL), what, "--json"))
+def answer_of(machine: Booted, command: str) -> Any:
+    return json.loads(machine.run_as_user(str(CREEL), command, "--json"))
 
 
 def test_the_service_is_started_and_reloads_its_settings(service: Booted) -> None:
-    assert told(service, "status")["embedded"] is False
+    assert answer_of(service, "status")["embedded"] is False
     assert service.property(UNIT, "StatusText").startswith("serving as 'default'")
     assert int(service.property(UNIT, "LimitNOFILE")) > 0
     settings = (
@@ -61,20 +61,22 @@ def test_the_service_is_started_and_reloads_its_settings(service: Booted) -> Non
     service.run_as_user("sh", "-c", settings)
     service.run("systemctl", "reload", UNIT)
     said = "daemon.log_json = True (was False), in effect now"
-    journal = ("journalctl", "--no-pager", "-o", "cat", "-u", UNIT)
-    until(lambda: said in service.run(*journal), what="reloaded")
+    until(
+        lambda: said in service.run("journalctl", "--no-pager", "-o", "cat", "-u", UNIT),
+        event="reloaded",
+    )
     assert service.property(UNIT, "ActiveState") == "active"
     service.run_as_user("rm", "-r", ".config/creel")
 
 
 def test_after_a_crash_it_starts_again_with_an_empty_memory(service: Booted) -> None:
     service.run_as_user(str(CREEL), "warm", "data")
-    pid = told(service, "status")["pid"]
+    pid = answer_of(service, "status")["pid"]
     service.run("systemctl", "kill", "-s", "KILL", UNIT)
-    until(lambda: service.property(UNIT, "NRestarts") == "1", what="restarted")
-    until(lambda: service.property(UNIT, "ActiveState") == "active", what="it serves")
-    assert told(service, "status")["pid"] != pid
-    assert told(service, "ls")["datasets"] == []
+    until(lambda: service.property(UNIT, "NRestarts") == "1", event="restarted")
+    until(lambda: service.property(UNIT, "ActiveState") == "active", event="it serves")
+    assert answer_of(service, "status")["pid"] != pid
+    assert answer_of(service, "ls")["datasets"] == []
 
 
 def test_one_that_hangs_is_started_anew(machine: Booted) -> None:
@@ -85,8 +87,8 @@ def test_one_that_hangs_is_started_anew(machine: Booted) -> None:
     machine.run("systemctl", "start", UNIT)
     try:
         machine.run("systemctl", "kill", "-s", "STOP", UNIT)
-        until(lambda: machine.property(UNIT, "NRestarts") == "1", what="noticed")
-        until(lambda: machine.property(UNIT, "ActiveState") == "active", what="it serves")
+        until(lambda: machine.property(UNIT, "NRestarts") == "1", event="noticed")
+        until(lambda: machine.property(UNIT, "ActiveState") == "active", event="it serves")
         log = machine.run("journalctl", "--no-pager", "-o", "cat", "-u", UNIT)
         assert "Watchdog timeout" in log
     finally:
@@ -103,14 +105,16 @@ def test_an_upgrade_in_mid_training_keeps_the_memory(service: Booted) -> None:
     try:
         lines = iter(training.stdout)
         assert [next(lines) for _ in range(2)] == ["1\n", "2\n"]
-        (before,) = told(service, "ls")["datasets"]
-        pid = told(service, "status")["pid"]
+        (before,) = answer_of(service, "ls")["datasets"]
+        pid = answer_of(service, "status")["pid"]
         service.run("systemctl", "restart", UNIT)
-        (after,) = told(service, "ls")["datasets"]
-        assert told(service, "status")["pid"] != pid
-        found = "training has found the service again"
-        until(lambda: told(service, "stats")["tiers"]["memory"]["hits"] > FILES, 60, what=found)
-        stats = told(service, "stats")
+        (after,) = answer_of(service, "ls")["datasets"]
+        assert answer_of(service, "status")["pid"] != pid
+        event = "training has found the service again"
+        until(
+            lambda: answer_of(service, "stats")["tiers"]["memory"]["hits"] > FILES, 60, event=event
+        )
+        stats = answer_of(service, "stats")
         service.run_as_user("touch", "stop")
         result = json.loads(list(lines)[-1])
         assert training.wait(60) == 0
@@ -120,7 +124,7 @@ def test_an_upgrade_in_mid_training_keeps_the_memory(service: Booted) -> None:
         training.communicate()
     assert before["resident_objects"] == FILES
     assert after["resident_objects"] >= 0.99 * FILES
-    assert sum(one["reads"] for one in stats["sources"]) == 0
+    assert sum(source["reads"] for source in stats["sources"]) == 0
     assert result["wrong"] == 0
     assert service.property(UNIT, "NFileDescriptorStore") == "0"
     cores.skip_unless_spare()
@@ -131,7 +135,7 @@ def test_a_stopped_service_leaves_no_memory(service: Booted) -> None:
     service.run_as_user(str(CREEL), "warm", "data")
     service.run("systemctl", "stop", UNIT)
     service.run("systemctl", "start", UNIT)
-    assert told(service, "ls")["datasets"] == []
+    assert answer_of(service, "ls")["datasets"] == []
 
 
 def test_a_users_own_service(machine: Booted) -> None:
@@ -146,7 +150,7 @@ def test_a_users_own_service(machine: Booted) -> None:
             machine.run_as_user("systemctl", "--user", *words)
         machine.run_as_user(str(CREEL), "warm", "data")
         machine.run_as_user("systemctl", "--user", "restart", "creeld")
-        (dataset,) = told(machine, "ls")["datasets"]
+        (dataset,) = answer_of(machine, "ls")["datasets"]
         assert dataset["resident_objects"] == FILES
     finally:
         machine.run("systemctl", "stop", manager)

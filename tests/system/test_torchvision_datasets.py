@@ -51,7 +51,7 @@ def tensors(image: Any, target: Any = None) -> Any:
     return read[0] if target is None else tuple(read)
 
 
-def made(name: str) -> Any:
+def dataset_of(name: str) -> Any:
     return getattr(__import__("torchvision.datasets", fromlist=[name]), name)
 
 
@@ -69,13 +69,13 @@ def voc_detection(root: Path) -> Any:
     for name in NAMES:
         xml = f"<annotation><object><name>{name}</name></object></annotation>"
         text(root / "VOCdevkit" / "VOC2012" / "Annotations" / f"{name}.xml", [xml])
-    return lambda at: made("VOCDetection")(at, transform=tensors)
+    return lambda at: dataset_of("VOCDetection")(at, transform=tensors)
 
 
 def voc_segmentation(root: Path) -> Any:
     voc(root, "Segmentation")
     pictures(root / "VOCdevkit" / "VOC2012" / "SegmentationClass", ".png")
-    return lambda at: made("VOCSegmentation")(at, transforms=tensors)
+    return lambda at: dataset_of("VOCSegmentation")(at, transforms=tensors)
 
 
 def pets(root: Path) -> Any:
@@ -85,25 +85,25 @@ def pets(root: Path) -> Any:
     pictures(base / "images")
     pictures(base / "annotations" / "trimaps", ".png")
     kinds = "segmentation"
-    return lambda at: made("OxfordIIITPet")(at, target_types=kinds, transforms=tensors)
+    return lambda at: dataset_of("OxfordIIITPet")(at, target_types=kinds, transforms=tensors)
 
 
 def gtsrb(root: Path) -> Any:
     pictures(root / "gtsrb" / "GTSRB" / "Training" / "00000", ".ppm")
-    return lambda at: made("GTSRB")(at, transform=tensors)
+    return lambda at: dataset_of("GTSRB")(at, transform=tensors)
 
 
 def food(root: Path) -> Any:
     pictures(root / "food-101" / "images" / "pie")
     split = {"pie": [f"pie/{name}" for name in NAMES]}
     text(root / "food-101" / "meta" / "train.json", [json.dumps(split)])
-    return lambda at: made("Food101")(at, transform=tensors)
+    return lambda at: dataset_of("Food101")(at, transform=tensors)
 
 
 def dtd(root: Path) -> Any:
     pictures(root / "dtd" / "dtd" / "images" / "dotted")
     text(root / "dtd" / "dtd" / "labels" / "train1.txt", [f"dotted/{name}.jpg" for name in NAMES])
-    return lambda at: made("DTD")(at, transform=tensors)
+    return lambda at: dataset_of("DTD")(at, transform=tensors)
 
 
 def aircraft(root: Path) -> Any:
@@ -111,7 +111,7 @@ def aircraft(root: Path) -> Any:
     pictures(data / "images")
     text(data / "variants.txt", ["707-320"])
     text(data / "images_variant_trainval.txt", [f"{name} 707-320" for name in NAMES])
-    return lambda at: made("FGVCAircraft")(at, transform=tensors)
+    return lambda at: dataset_of("FGVCAircraft")(at, transform=tensors)
 
 
 def cityscapes(root: Path) -> Any:
@@ -119,13 +119,13 @@ def cityscapes(root: Path) -> Any:
         picture(root / "leftImg8bit" / "train" / "bonn" / f"{name}_leftImg8bit.png", i)
         picture(root / "gtFine" / "train" / "bonn" / f"{name}_gtFine_labelIds.png", i + N)
     kind = "semantic"
-    return lambda at: made("Cityscapes")(at, target_type=kind, transforms=tensors)
+    return lambda at: dataset_of("Cityscapes")(at, target_type=kind, transforms=tensors)
 
 
 def sun(root: Path) -> Any:
     pictures(root / "SUN397" / "a" / "abbey", prefix="sun_")
     text(root / "SUN397" / "ClassName.txt", ["/a/abbey"])
-    return lambda at: made("SUN397")(at, transform=tensors)
+    return lambda at: dataset_of("SUN397")(at, transform=tensors)
 
 
 def clevr(root: Path) -> Any:
@@ -133,7 +133,7 @@ def clevr(root: Path) -> Any:
     pictures(base / "images" / "train", ".png")
     scenes = [{"image_filename": f"{name}.png", "objects": [1]} for name in NAMES]
     text(base / "scenes" / "CLEVR_train_scenes.json", [json.dumps({"scenes": scenes})])
-    return lambda at: made("CLEVRClassification")(at, transform=tensors)
+    return lambda at: dataset_of("CLEVRClassification")(at, transform=tensors)
 
 
 def kitti(root: Path) -> Any:
@@ -141,7 +141,7 @@ def kitti(root: Path) -> Any:
     pictures(base / "image_2", ".png")
     for name in NAMES:
         text(base / "label_2" / f"{name}.txt", ["Car 0.0 0 -1.5 1 2 3 4 1.5 1.6 3.7 1 2 3 -1.6"])
-    return lambda at: made("Kitti")(at, transform=tensors)
+    return lambda at: dataset_of("Kitti")(at, transform=tensors)
 
 
 def cars(root: Path) -> Any:
@@ -153,7 +153,7 @@ def cars(root: Path) -> Any:
     matlab.savemat(base / "devkit" / "cars_train_annos.mat", {"annotations": rows})
     names = {"class_names": np.array(["T", "S"], object)}
     matlab.savemat(base / "devkit" / "cars_meta.mat", names)
-    return lambda at: made("StanfordCars")(at, transform=tensors)
+    return lambda at: dataset_of("StanfordCars")(at, transform=tensors)
 
 
 def flowers(root: Path) -> Any:
@@ -163,7 +163,7 @@ def flowers(root: Path) -> Any:
         picture(base / "jpg" / f"image_{i:05d}.jpg", i)
     matlab.savemat(base / "setid.mat", {"trnid": np.arange(1, N + 1)})
     matlab.savemat(base / "imagelabels.mat", {"labels": np.ones(N)})
-    kind = type("Flowers102", (made("Flowers102"),), {"_check_integrity": lambda _: True})
+    kind = type("Flowers102", (dataset_of("Flowers102"),), {"_check_integrity": lambda _: True})
     return lambda at: kind(at, transform=tensors)
 
 
@@ -172,9 +172,9 @@ def coco(root: Path) -> Any:
     pictures(root)
     images = [{"id": i, "file_name": f"{name}.jpg"} for i, name in enumerate(NAMES)]
     boxes = [{"id": i, "image_id": i, "category_id": 1, "bbox": [1, 2, 3, i]} for i in range(N)]
-    found = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cat"}]}
-    text(root / "all.json", [json.dumps(found)])
-    return lambda at: made("CocoDetection")(at, f"{root}/all.json", transform=tensors)
+    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cat"}]}
+    text(root / "all.json", [json.dumps(content)])
+    return lambda at: dataset_of("CocoDetection")(at, f"{root}/all.json", transform=tensors)
 
 
 #: The layout of each, and the number of files per sample.

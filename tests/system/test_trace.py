@@ -47,36 +47,40 @@ def traced(node: Running, out: Path, *more: str) -> list[dict[str, Any]]:
 
 
 def spans(events: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [one for one in events if one["ph"] == "X" and one["name"] == name]
+    return [event for event in events if event["ph"] == "X" and event["name"] == name]
 
 
 def check_format(events: Sequence[dict[str, Any]]) -> None:
     """Check what Chrome's Trace Event Format asks of complete events and names of threads."""
-    named = {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"}
-    processes = {one["pid"] for one in events if one["name"] == "process_name"}
-    for one in events:
-        assert one["ph"] in {"X", "M"}
-        assert isinstance(one["pid"], int)
-        assert isinstance(one["tid"], int)
-        assert one["pid"] in processes
-        if one["ph"] == "X":
-            assert (one["pid"], one["tid"]) in named
-            assert one["ts"] > 0
-            assert one["dur"] >= 0
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    processes = {event["pid"] for event in events if event["name"] == "process_name"}
+    for event in events:
+        assert event["ph"] in {"X", "M"}
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["pid"] in processes
+        if event["ph"] == "X":
+            assert (event["pid"], event["tid"]) in named
+            assert event["ts"] > 0
+            assert event["dur"] >= 0
         else:
-            assert isinstance(one["args"]["name"], str)
+            assert isinstance(event["args"]["name"], str)
 
 
 def check_nesting(events: Sequence[dict[str, Any]]) -> None:
     """Check that spans of one thread lie within each other or apart, as viewers need it."""
-    for thread in {(one["pid"], one["tid"]) for one in events}:
-        its = [one for one in events if (one["pid"], one["tid"]) == thread and one["ph"] == "X"]
+    for thread in {(event["pid"], event["tid"]) for event in events}:
+        its = [
+            event
+            for event in events
+            if (event["pid"], event["tid"]) == thread and event["ph"] == "X"
+        ]
         ends: list[float] = []
-        for one in sorted(its, key=lambda one: (one["ts"], -one["dur"])):
-            while ends and ends[-1] <= one["ts"] + 0.001:
+        for event in sorted(its, key=lambda event: (event["ts"], -event["dur"])):
+            while ends and ends[-1] <= event["ts"] + 0.001:
                 ends.pop()
-            assert not ends or one["ts"] + one["dur"] <= ends[-1] + 0.001
-            ends.append(one["ts"] + one["dur"])
+            assert not ends or event["ts"] + event["dur"] <= ends[-1] + 0.001
+            ends.append(event["ts"] + event["dur"])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -101,18 +105,18 @@ def test_a_trace_has_every_batch_of_a_running_job_and_its_waits_are_the_stalls(
     check_format(events)
     check_nesting(events)
     waits = spans(events, "wait")
-    assert [one["args"]["step"] for one in waits] == [*range(steps + 1)]
+    assert [event["args"]["step"] for event in waits] == [*range(steps + 1)]
     stalls = sum(session["stall_s"][cause] for cause in CAUSES)
-    assert sum(one["dur"] for one in waits) / 1e6 == pytest.approx(stalls, rel=0.01)
+    assert sum(event["dur"] for event in waits) / 1e6 == pytest.approx(stalls, rel=0.01)
     decoded = spans(events, "decode")
     assert len(decoded) == steps + 1
-    assert min(one["dur"] for one in decoded) >= BATCH * 2_000
+    assert min(event["dur"] for event in decoded) >= BATCH * 2_000
     names = {
         (o["tid"], o["args"]["name"]) for o in events if o["name"] == "thread_name" and o["pid"]
     }
     assert len(names) == 1 + workers
-    assert {one["tid"] for one in decoded} == ({*range(1, workers + 1)} or {0})
-    reads = [one for one in events if one["ph"] == "X" and one["pid"] == 0]
+    assert {event["tid"] for event in decoded} == ({*range(1, workers + 1)} or {0})
+    reads = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
     assert sum(o["args"]["objects"] for o in reads if o["name"] == "read source") >= FILES
     assert session["utilisation"] == pytest.approx(fed(events), abs=0.01)
 
@@ -120,8 +124,8 @@ def test_a_trace_has_every_batch_of_a_running_job_and_its_waits_are_the_stalls(
 def fed(events: Sequence[dict[str, Any]]) -> float:
     """Return the share of time without waits, from all batches but the first."""
     first, *waits = spans(events, "wait")
-    begin, end = (float(one["ts"] + one["dur"]) for one in (first, waits[-1]))
-    return 1 - sum(float(one["dur"]) for one in waits) / (end - begin)
+    begin, end = (float(event["ts"] + event["dur"]) for event in (first, waits[-1]))
+    return 1 - sum(float(event["dur"]) for event in waits) / (end - begin)
 
 
 def test_bytes_that_threads_copy_are_traced_too(
@@ -148,7 +152,7 @@ def test_two_jobs_are_two_processes_and_only_the_last_seconds_are_told(
         loaders.append(creel.DataLoader(creel.FileDataset(files, decode=decode), BATCH))
         assert len(list(loaders[-1])) == FILES // BATCH
     events = traced(daemon, tmp_path / "trace.json")
-    names = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name.split()[-2:] for name in names[:2]] == [["rank", "0"], ["rank", "1"]]
     batches = itertools.chain.from_iterable(itertools.repeat(loaders[1]))
 

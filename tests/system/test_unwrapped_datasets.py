@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import creel
 from creel.cache.memory.memfd import Descriptor
 from creel.cli import main
-from creel.loader.line.observers import own_files
+from creel.loader.line.observers import unwrapped_files
 from kit import until
 from testbed.same import needs_fuse
 from testbed.slowfs import SlowFS
@@ -42,9 +42,9 @@ class Files(Dataset[torch.Tensor]):
 @pytest.fixture(autouse=True)
 def _in_short_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was said before; a fifth of a second is long, and is looked at for as long."""
-    monkeypatch.setattr(own_files, "_said", set())
-    monkeypatch.setattr(own_files, "_LEAST_S", 0.2)
-    monkeypatch.setattr(own_files, "_LOOKS", 20)
+    monkeypatch.setattr(unwrapped_files, "_said", set())
+    monkeypatch.setattr(unwrapped_files, "_LEAST_S", 0.2)
+    monkeypatch.setattr(unwrapped_files, "_SAMPLES", 20)
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def test_a_file_that_training_waits_for_is_named_once_and_by_stats_why(
     assert main.main(["--name", served, "stats", "--why"]) == 0
     assert f"files that the dataset reads itself ({slow}/" in capsys.readouterr().out
     assert main.main(["--name", served, "stats", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert any(one["own_file"].startswith(f"{slow}/") for one in told["ranks"])
+    answer = json.loads(capsys.readouterr().out)
+    assert any(rank["own_file"].startswith(f"{slow}/") for rank in answer["ranks"])
 
 
 def hints(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -174,7 +174,7 @@ def test_a_wrapped_dataset_that_creel_cannot_serve_is_told_why_and_what_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loader = creel.DataLoader(creel.wrap(kind(slow)), BATCH, num_workers=workers, creel=served)
-    until(lambda: bool(list(loader) and hints(caplog)), 60, what="it is told")
+    until(lambda: bool(list(loader) and hints(caplog)), 60, event="it is told")
     (said,) = hints(caplog)
     assert said.startswith(f"creel.wrap cannot serve {slow}/")
     assert f"{why}" in said

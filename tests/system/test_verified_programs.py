@@ -92,9 +92,9 @@ def verify(project: Path, *words: str) -> tuple[int, str, str]:
 )
 def test_a_loader_is_verified(project: Path, loader: str, batches: int) -> None:
     code, out, _ = verify(project, "--json", f"loaders:{loader}")
-    told: dict[str, Any] = json.loads(out)
+    answer: dict[str, Any] = json.loads(out)
     assert code == 0
-    assert (told["equal"], told["batches"], told["difference"]) == (True, batches, None)
+    assert (answer["equal"], answer["batches"], answer["difference"]) == (True, batches, None)
 
 
 def test_options_behind_the_script_are_told_to_come_before_it(project: Path) -> None:
@@ -106,21 +106,21 @@ def test_options_behind_the_script_are_told_to_come_before_it(project: Path) -> 
 
 
 def test_a_difference_is_named_and_ends_with_1(project: Path) -> None:
-    told = json.loads(creel("verify", "--json", "loaders:drifting", cwd=project, code=1))
-    difference = told["difference"]
-    assert (told["equal"], told["batches"]) == (False, 0)
+    answer = json.loads(creel("verify", "--json", "loaders:drifting", cwd=project, code=1))
+    difference = answer["difference"]
+    assert (answer["equal"], answer["batches"]) == (False, 0)
     assert (difference["step"], difference["where"]) == (0, "['x']")
     code, out, _ = verify(project, "loaders:drifting")
     assert code == 1
     assert "different after 0 equal batches: loader 0, epoch 0, batch 0, at ['x']" in out
     assert "A second run with torch's DataLoader differs from the first as well" in out
-    assert not told["torch_repeats"]
+    assert not answer["torch_repeats"]
 
 
 def test_an_error_is_compared_like_a_batch(project: Path) -> None:
-    told = json.loads(creel("verify", "--json", "loaders:broken", cwd=project))
-    assert (told["equal"], told["batches"]) == (True, 2)
-    assert told["raised"] == "ValueError: sample 9 is broken"
+    answer = json.loads(creel("verify", "--json", "loaders:broken", cwd=project))
+    assert (answer["equal"], answer["batches"]) == (True, 2)
+    assert answer["raised"] == "ValueError: sample 9 is broken"
 
 
 @pytest.mark.parametrize(("home", "workers"), [("torch.utils.data", "0"), ("creel", "2")])
@@ -128,8 +128,8 @@ def test_a_script_is_verified(project: Path, workers: str, home: str) -> None:
     before = "from torch.utils.data import DataLoader, TensorDataset"
     after = f"from {home} import DataLoader\nfrom torch.utils.data import TensorDataset"
     (project / "train.py").write_text(SCRIPT.replace(before, after))
-    told = json.loads(creel("verify", "--json", "train.py", workers, cwd=project))
-    assert (told["equal"], told["batches"], told["loaders"]) == (True, 8, 2)
+    answer = json.loads(creel("verify", "--json", "train.py", workers, cwd=project))
+    assert (answer["equal"], answer["batches"], answer["loaders"]) == (True, 8, 2)
 
 
 def test_steps_end_a_script_early(project: Path) -> None:
@@ -154,7 +154,7 @@ def test_steps_end_a_script_early(project: Path) -> None:
 def test_batches_that_cannot_be_verified_are_named(
     project: Path, words: list[str], code: int, says: str
 ) -> None:
-    found, _, errors = verify(project, *words)
-    assert found == code
+    status, _, errors = verify(project, *words)
+    assert status == code
     assert says in errors
     assert "verify.py" not in errors, "a traceback of ours"

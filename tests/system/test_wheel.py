@@ -41,8 +41,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, tree / name)
     script = (sys.executable, ROOT / "scripts/release.py", "build", "--repository", REPOSITORY)
     subprocess.run((*script, "--tree", tree, "--out", built), check=True, timeout=120)
-    (found,) = built.glob("*.whl")
-    return found
+    (path,) = built.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +109,13 @@ def test_the_wheel_has_the_files_that_people_look_for_and_none_of_ours(wheel: Pa
 def test_its_name_is_free_and_the_extras_are_those_that_messages_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         (metadata,) = (n for n in opened.namelist() if n.endswith("/METADATA"))
-        told = HeaderParser().parsestr(opened.read(metadata).decode())
-    assert told["Name"] == "creel-data"
-    extras = told.get_all("Provides-Extra", [])
-    assert f"Homepage, {REPOSITORY}" in told.get_all("Project-URL", [])
-    described = str(told.get_payload())
+        metadata_of_wheel = HeaderParser().parsestr(opened.read(metadata).decode())
+    assert metadata_of_wheel["Name"] == "creel-data"
+    extras = metadata_of_wheel.get_all("Provides-Extra", [])
+    assert f"Homepage, {REPOSITORY}" in metadata_of_wheel.get_all("Project-URL", [])
+    described = str(metadata_of_wheel.get_payload())
     assert "](docs/" not in described
-    assert f"]({REPOSITORY}/blob/v{told['Version']}/docs/cli.md)" in described
+    assert f"]({REPOSITORY}/blob/v{metadata_of_wheel['Version']}/docs/cli.md)" in described
     assert set(extras) == {
         "all",
         "encryption",
@@ -167,7 +167,7 @@ def test_slurms_scripts_give_a_job_a_daemon_and_end_it(installed: Path, tmp_path
     job = f"test-{os.getpid()}"
     slurmd_says = {"SLURM_JOB_ID": job, "SLURM_JOB_UID": "0", "SLURM_JOB_GID": "0"}
 
-    def told(name: str, programs: Path = installed) -> str:
+    def output_of(name: str, programs: Path = installed) -> str:
         script = tmp_path / name
         script.write_text(_output(installed / "creel", "slurm", "show", name, cwd=tmp_path))
         script.write_text(script.read_text().replace(str(installed), str(programs)))
@@ -183,16 +183,16 @@ def test_slurms_scripts_give_a_job_a_daemon_and_end_it(installed: Path, tmp_path
         return done.stdout + done.stderr
 
     try:
-        assert told("prolog") == ""
-        assert told("task-prolog") == f"export CREEL_SOCKET=slurm-{job}\n"
+        assert output_of("prolog") == ""
+        assert output_of("task-prolog") == f"export CREEL_SOCKET=slurm-{job}\n"
         with Client.connect(f"slurm-{job}", "cli") as client:
             pid = client.daemon_pid
     finally:
-        assert told("epilog") == ""
-    until(lambda: not psutil.pid_exists(pid), what="the daemon has ended")
-    assert told("task-prolog") == "", "a job without a daemon starts its own"
+        assert output_of("epilog") == ""
+    until(lambda: not psutil.pid_exists(pid), event="the daemon has ended")
+    assert output_of("task-prolog") == "", "a job without a daemon starts its own"
     for name in ("prolog", "task-prolog", "epilog"):
-        assert told(name, Path("/nowhere")) == "", "a node without creel drains no job"
+        assert output_of(name, Path("/nowhere")) == "", "a node without creel drains no job"
 
 
 #: What PBS's own Python gives a hook, as its manual pages say.
@@ -224,7 +224,7 @@ def test_pbss_hook_gives_a_job_a_daemon_and_a_key_and_ends_it(
     hook = hook.replace("/etc/pbs-creel.key", str(tmp_path / "secret"))
     hook = hook.replace("/run/creel-pbs", str(tmp_path / "keys"))
 
-    def told(event: int, text: str = hook) -> str:
+    def output_of(event: int, text: str = hook) -> str:
         (tmp_path / "hook.py").write_text(text)
         env = os.environ | {"JOB": job, "EVENT": str(event)}
         command = [sys.executable, str(tmp_path / "hook.py")]
@@ -235,18 +235,20 @@ def test_pbss_hook_gives_a_job_a_daemon_and_a_key_and_ends_it(
 
     key = tmp_path / "keys" / name
     try:
-        assert told(1) == "{}\n"
+        assert output_of(1) == "{}\n"
         handed = {"CREEL_SOCKET": name, "CREEL_CLUSTER__KEY_FILE": str(key)}
-        assert json.loads(told(2)) == handed
+        assert json.loads(output_of(2)) == handed
         assert (key.stat().st_mode & 0o777, len(key.read_text())) == (0o600, 65)
         with Client.connect(name, "cli") as client:
             pid = client.daemon_pid
     finally:
-        assert told(3) == "{}\n"
-    until(lambda: not psutil.pid_exists(pid), what="the daemon has ended")
+        assert output_of(3) == "{}\n"
+    until(lambda: not psutil.pid_exists(pid), event="the daemon has ended")
     assert not key.exists()
     for event in (1, 2, 3):
-        assert told(event, hook.replace(str(installed), "/nowhere")).endswith("}\n"), "no failure"
+        assert output_of(event, hook.replace(str(installed), "/nowhere")).endswith("}\n"), (
+            "no failure"
+        )
 
 
 _PROGRAM = """

@@ -53,17 +53,17 @@ def train(
 
     def trained(workers: int, **more: Any) -> tuple[float, Any]:
         dataset = creel.FileDataset(files, decode=decode, transform=transform, **more)
-        how: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
-        loader = creel.DataLoader(dataset, BATCH, shuffle=True, **how)
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+        loader = creel.DataLoader(dataset, BATCH, shuffle=True, **options)
         for _ in loader:
             time.sleep(TRAIN_S)
-        times, told = [], None
+        times, rank = [], None
         for _ in loader:
             times.append(time.monotonic())
             if len(times) == FILES // BATCH:
-                told = why(daemon)
+                rank = why(daemon)
             time.sleep(TRAIN_S)
-        return float(np.mean(np.diff(times[8:]))), told
+        return float(np.mean(np.diff(times[8:]))), rank
 
     return trained
 
@@ -78,19 +78,19 @@ def why(node: Running) -> Any:
 
 def test_a_change_brings_what_is_foretold_of_it(train: Callable[..., Any]) -> None:
     cores = Cores()
-    step_s, told = train(2)
-    foretold = {one["what"]: one for one in told["changes"]}
+    step_s, rank = train(2)
+    foretold = {change["what"]: change for change in rank["changes"]}
     # On busy cores, too: samples wait for their decoder, which sleeps.
-    assert {"workers", "keep_decoded"} <= foretold.keys(), told
+    assert {"workers", "keep_decoded"} <= foretold.keys(), rank
     workers = foretold["workers"]["workers"]
     came = {"now": step_s, "workers": train(workers)[0]}
     came["keep_decoded"], kept = train(2, keep_decoded="64MiB")
     assert foretold["keep_decoded"]["nbytes"] == pytest.approx(FILES * NBYTES, rel=0.05)
     assert foretold["keep_decoded"]["fits"] == 1.0
-    assert f"with {workers} workers" in told["why"]
-    assert "with keep_decoded (" in told["why"]
+    assert f"with {workers} workers" in rank["why"]
+    assert "with keep_decoded (" in rank["why"]
     assert "with keep_decoded" not in kept["why"], "it keeps them already"
-    said = {"now": told["step_s"], **{what: one["step_s"] for what, one in foretold.items()}}
+    said = {"now": rank["step_s"], **{name: change["step_s"] for name, change in foretold.items()}}
     assert max(said["workers"], said["keep_decoded"]) < said["now"]
     assert max(came["workers"], came["keep_decoded"]) < came["now"]
     cores.skip_unless_spare()
@@ -102,9 +102,9 @@ def test_a_decoder_that_draws_is_not_told_to_be_kept(
     workers: int, train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("test_why.decode", drawing)
-    _, told = train(workers)
-    assert "changes" in told
-    assert "keep_decoded" not in {one["what"] for one in told["changes"]}
+    _, rank = train(workers)
+    assert "changes" in rank
+    assert "keep_decoded" not in {change["what"] for change in rank["changes"]}
 
 
 def drawing(data: bytes) -> torch.Tensor:

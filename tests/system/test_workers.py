@@ -36,9 +36,9 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nothing_stays_b
 class Act(Squares):
     """Does something drastic at sample 5."""
 
-    def __init__(self, what: str, gate: Path = Path()) -> None:
+    def __init__(self, act: str, gate: Path = Path()) -> None:
         super().__init__()
-        self.what = what
+        self.act = act
         self.gate = gate
 
     def __getitem__(self, i: int) -> Any:
@@ -50,7 +50,7 @@ class Act(Squares):
                 "wait": lambda: until(self.gate.exists),
                 "leave a child": self.leave_a_child,
             }
-            acts[self.what]()
+            acts[self.act]()
         return i
 
     def leave_a_child(self) -> None:
@@ -222,13 +222,13 @@ def test_two_live_iterators_have_workers_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "what, words", [("kill", "killed by signal: Killed"), ("exit", "exit code 3")]
+    "act, words", [("kill", "killed by signal: Killed"), ("exit", "exit code 3")]
 )
 def test_a_dead_worker_is_named_at_once(
-    what: str, words: str, monkeypatch: pytest.MonkeyPatch
+    act: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(iterators, "LOOK_S", 1000)  # no wait wakes up by itself
-    loader = creel.DataLoader(Act(what), 2, num_workers=2)
+    loader = creel.DataLoader(Act(act), 2, num_workers=2)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited") as e:
         list(loader)
     assert words in str(e.value.__cause__)
@@ -290,8 +290,8 @@ def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     until(lambda: stopped(worker))  # after it has sent the first batch
     next(iterator)
     with (
-        pytest.warns(StallWarning, match=r"batch 1 .* stopped by a signal.* reading") as told,
-        woken_when(lambda: len(told) > 0, worker),
+        pytest.warns(StallWarning, match=r"batch 1 .* stopped by a signal.* reading") as warned,
+        woken_when(lambda: len(warned) > 0, worker),
     ):
         assert next(iterator).tolist() == [5, 6, 7, 8, 9]
 
@@ -360,7 +360,7 @@ def test_workers_end_when_the_trainer_is_killed() -> None:
     said, errors = Program(code).communicate()
     workers = [int(p) for p in said.split()]
     assert len(workers) == 2, errors
-    until(lambda: all(map(gone, workers)), what="the workers end")
+    until(lambda: all(map(gone, workers)), event="the workers end")
 
 
 def test_an_interpreter_with_live_workers_exits_quietly() -> None:
@@ -425,8 +425,8 @@ def test_a_forked_child_is_told_to_begin_an_iterator_of_its_own() -> None:
             os.write(write, str(e).encode())
         os._exit(0)
     os.close(write)
-    with os.fdopen(read) as told:
-        assert told.read() == (
+    with os.fdopen(read) as pipe:
+        assert pipe.read() == (
             f"this iterator belongs to process {os.getpid()} and cannot be used in the forked"
             f" process {child}: create a new one with iter(loader)"
         )
@@ -458,12 +458,12 @@ def faults(_: list[bytes]) -> int:
 @pytest.mark.slow
 def test_a_worker_uses_what_a_batch_freed_for_the_next() -> None:
     # Spawned: a forked process inherits this process's adapted limits.
-    told = list(
+    fault_counts = list(
         creel.DataLoader(
             Hundred(1280), 64, num_workers=1, multiprocessing_context="spawn", collate_fn=faults
         )
     )
-    assert told[-1] - told[4] < 64 * 15  # a sample has 24 pages, a batch 64 samples
+    assert fault_counts[-1] - fault_counts[4] < 64 * 15  # a sample has 24 pages, a batch 64 samples
 
 
 def test_a_ctrl_c_while_workers_end_keeps_none_of_their_memory(
@@ -484,4 +484,4 @@ def test_a_ctrl_c_while_workers_end_keeps_none_of_their_memory(
             with pytest.raises(KeyboardInterrupt):
                 list(iterator)
         del iterator, loader
-    assert not [what for _, what in descriptors() - before if "creel-" in what]
+    assert not [target for _, target in descriptors() - before if "creel-" in target]

@@ -122,13 +122,13 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "how", ["here", "fork", "fork, persistent", pytest.param("spawn", marks=pytest.mark.slow)]
+    "mode", ["here", "fork", "fork, persistent", pytest.param("spawn", marks=pytest.mark.slow)]
 )
-def test_files_that_fit_are_read_once_over_all_epochs_and_workers(node: Node, how: str) -> None:
+def test_files_that_fit_are_read_once_over_all_epochs_and_workers(node: Node, mode: str) -> None:
     files = node.files()
-    loader = batches(creel.wrap(files), **HOW[how])
+    loader = batches(creel.wrap(files), **HOW[mode])
     # persistent workers draw differently, so torch's loader needs them, too
-    same = HOW["fork, persistent"] if "persistent_workers" in HOW[how] else {}
+    same = HOW["fork, persistent"] if "persistent_workers" in HOW[mode] else {}
     bare = batches(FileDataset(node.path, "*.raw", decode=bytes), **same)
     reads = []
     for _ in range(3):
@@ -138,10 +138,10 @@ def test_files_that_fit_are_read_once_over_all_epochs_and_workers(node: Node, ho
 
 
 @pytest.mark.parametrize("node", [0.5], indirect=True)
-@pytest.mark.parametrize("how", ["here", "fork", "fork, persistent"])
-def test_half_the_memory_gives_nearly_half_the_hits(node: Node, how: str) -> None:
+@pytest.mark.parametrize("mode", ["here", "fork", "fork, persistent"])
+def test_half_the_memory_gives_nearly_half_the_hits(node: Node, mode: str) -> None:
     """Less the objects that two workers hold or just held: 1/15 of the room, in batches of 2."""
-    loader = batches(creel.wrap(node.files()), 2, **HOW[how])
+    loader = batches(creel.wrap(node.files()), 2, **HOW[mode])
     for _ in loader:
         pass
     node.reads()
@@ -181,13 +181,13 @@ def test_torchs_wrappers_may_be_inside_and_outside(node: Node, workers: int) -> 
 
     whole = batches(tree(node.files(), node.files(), plain))
     node.reads()
-    for made in (
+    for dataset in (
         tree(node.files(), node.files(), creel.wrap),
         tree(creel.wrap(node.files()), creel.wrap(node.files()), plain),
         Subset(tree(node.files(), creel.wrap(node.files()), creel.wrap), range(45 + N + 30)),
     ):
         expected = sorted(chain.from_iterable(whole))
-        got = batches(made, num_workers=workers)
+        got = batches(dataset, num_workers=workers)
         assert sorted(chain.from_iterable(got)) == expected
         node.reads()
         assert sorted(chain.from_iterable(got)) == expected
@@ -203,9 +203,9 @@ def other_indices(dataset: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [other_samples, other_indices])
-@pytest.mark.parametrize("how", ["here", "fork"])
+@pytest.mark.parametrize("mode", ["here", "fork"])
 def test_a_dataset_that_was_changed_gives_its_new_samples(
-    node: Node, tmp_path: Path, how: str, change: Callable[[Any], None]
+    node: Node, tmp_path: Path, mode: str, change: Callable[[Any], None]
 ) -> None:
     """A user may assign other contents to its samples; objects get other numbers then."""
     images = tmp_path / "images"
@@ -214,17 +214,17 @@ def test_a_dataset_that_was_changed_gives_its_new_samples(
         for path in folder(images / name).iterdir():
             path.rename(path.with_suffix(".jpg"))
 
-    def made() -> Any:
+    def dataset() -> Any:
         return Subset(creel.ImageFolder(images, decode=bytes), range(7, 150))
 
-    ours, theirs = made(), made()
-    loader, plain = batches(creel.wrap(ours), **HOW[how]), batches(theirs, **HOW[how])
+    ours, theirs = dataset(), dataset()
+    loader, plain = batches(creel.wrap(ours), **HOW[mode]), batches(theirs, **HOW[mode])
     assert list(loader) == list(plain)
     change(ours)
     change(theirs)
     for _ in range(2):
         assert list(loader) == list(plain)
-    assert len(node.stats()["core"]["sessions"]) == (how == "here")
+    assert len(node.stats()["core"]["sessions"]) == (mode == "here")
 
 
 def one_way(stacked: Any) -> Any:
@@ -239,14 +239,14 @@ def other_way(stacked: Any) -> Any:
 @pytest.mark.parametrize("kind", [None, creel.DataLoader], ids=["wrap", "creel"])
 def test_paths_around_a_folder_may_change_at_any_time(tmp_path: Path, kind: Any) -> None:
     """torchvision's folders are read through a copy of their wrappers."""
-    made = []
+    folders = []
     for name, gray in (("one", 0), ("other", 9)):
         (tmp_path / name / "a").mkdir(parents=True)
         for i in range(8):
             Image.new("L", (4, 4), gray + i).save(tmp_path / name / "a" / f"{i}.png")
-        made.append(torchvision.ImageFolder(tmp_path / name))
-    one, other = made
-    inner = StackDataset(one)
+        folders.append(torchvision.ImageFolder(tmp_path / name))
+    first, other = folders
+    inner = StackDataset(first)
     around: Any = creel.datasets.Transformed(inner, one_way)
     got: Any
     if kind is None:
@@ -259,7 +259,7 @@ def test_paths_around_a_folder_may_change_at_any_time(tmp_path: Path, kind: Any)
     assert next(got) == [around[1]]
     inner.datasets = (other,)
     assert next(got) == [around[2]]
-    around.dataset = StackDataset(one)
+    around.dataset = StackDataset(first)
     assert next(got) == [around[3]]
 
 
@@ -306,20 +306,20 @@ def test_a_vanished_file_fails_as_without_creel(node: Node) -> None:
 
 def test_a_copy_begins_without_a_connection(node: Node) -> None:
     files = creel.wrap(node.files())
-    one = files[1]
+    sample = files[1]
     twin = pickle.loads(pickle.dumps(files))
     assert bool(is_wrapped(twin))
-    assert twin[1] == one
+    assert twin[1] == sample
     assert len(node.stats()["core"]["sessions"]) == 2
     assert unwrap(twin) is not unwrap(files)
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("how", ["here", "fork"])
-def test_a_killed_daemon_costs_no_sample(node: Node, how: str) -> None:
+@pytest.mark.parametrize("mode", ["here", "fork"])
+def test_a_killed_daemon_costs_no_sample(node: Node, mode: str) -> None:
     files = node.files()
     bare = batches(FileDataset(node.path, "*.raw", decode=bytes))
-    loader = batches(creel.wrap(files), **HOW[how])
+    loader = batches(creel.wrap(files), **HOW[mode])
     got = []
     for i, batch in enumerate(loader):
         got.append(batch)
@@ -350,11 +350,11 @@ def test_a_stopped_daemon_that_goes_on_serves_again(node: Node, daemon_name: str
     client = connections.connected(daemon_name)
     assert client is not None
     (session,) = client.sessions
-    until(lambda: not session.alive, what="it counts as lost")
+    until(lambda: not session.alive, event="it counts as lost")
     assert files[2] == (node.path / "002.raw").read_bytes()
     assert node.direct() == 1
     node.daemon.signal(signal.SIGCONT)
-    until(lambda: session.alive, what="it serves again")
+    until(lambda: session.alive, event="it serves again")
     files.__getitems__([3, 4])
     assert node.direct() == 1
 
@@ -510,11 +510,11 @@ def test_a_daemon_stays_between_the_epochs_of_torchs_workers_and_goes_with_their
         pids.add(pid)
         trainer.stdin.write("\n")
         trainer.stdin.flush()
-    told = json.loads(trainer.stdout.readline())
-    assert told == [pids.pop(), N, 0]
+    answer = json.loads(trainer.stdout.readline())
+    assert answer == [pids.pop(), N, 0]
     assert not pids
     trainer.communicate("\n")
-    until(lambda: gone(told[0]), what="it goes with the trainer")
+    until(lambda: gone(answer[0]), event="it goes with the trainer")
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

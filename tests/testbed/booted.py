@@ -51,7 +51,7 @@ class Booted:
         self.failed = "" if done.returncode == 0 else done.stderr
         if not self.failed:
             home = Path(sys.base_prefix)
-            paths = {path for one in (home, CREEL) for path in one.parents}
+            paths = {path for place in (home, CREEL) for path in place.parents}
             self.run("chmod", "a+x", *map(str, paths))
             self.run("useradd", "--create-home", USER)
 

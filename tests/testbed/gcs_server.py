@@ -62,15 +62,15 @@ class _Handler(BaseHTTPRequestHandler):
         asked = {k: v[0] for k, v in parse_qs(parts.query).items()}
         if self.silent == "all" or self.silent == asked.get("alt"):
             threading.Event().wait()  # forever
-        found = re.fullmatch(r"/storage/v1/b/([^/]+)/o(?:/(.*))?", parts.path)
-        if found is None or not (self.root / unquote(found[1])).is_dir():
+        match = re.fullmatch(r"/storage/v1/b/([^/]+)/o(?:/(.*))?", parts.path)
+        if match is None or not (self.root / unquote(match[1])).is_dir():
             self._json({"error": {"code": 404, "message": "no such bucket"}}, 404)
             return
-        folder = self.root / unquote(found[1])
-        if found[2] is None:
+        folder = self.root / unquote(match[1])
+        if match[2] is None:
             self._list(folder, asked)
             return
-        path = folder / unquote(found[2])
+        path = folder / unquote(match[2])
         if not path.is_file():
             self._json({"error": {"code": 404, "message": f"no {path.name}"}}, 404)
         elif asked.get("alt") == "media":
@@ -113,8 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(data, 200, about)
             return
         first, last = int(span[1]), min(int(span[2] or len(data)), len(data) - 1)
-        told = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
-        self._answer(data[first : last + 1], 206, {**about, **told})
+        headers = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
+        self._answer(data[first : last + 1], 206, {**about, **headers})
 
     def _json(self, body: dict[str, object], status: int = 200) -> None:
         self._answer(json.dumps(body).encode(), status, {"Content-Type": "application/json"})

@@ -71,8 +71,8 @@ class Server:
         """Return the counters since the start or the last reset; `reset`: then reset them."""
         request = urllib.request.Request(f"{self.url}/stats", method="POST" if reset else "GET")
         with urllib.request.urlopen(request, timeout=10) as answer:
-            told: dict[str, int] = json.load(answer)
-        return told
+            counts: dict[str, int] = json.load(answer)
+        return counts
 
     @property
     def pid(self) -> int:
@@ -178,11 +178,11 @@ class Files:
         await writer.drain()
 
     def _tell(self, method: str) -> bytes:
-        told = json.dumps(self.stats()).encode()
+        body = json.dumps(self.stats()).encode()
         if method == "POST":
             self.count.clear()
             self.reads.clear()
-        return told
+        return body
 
     def _find(self, request: Request) -> Reply:
         path = self.root / request.path.lstrip("/")

@@ -76,7 +76,8 @@ def _dealt(files: int, rank: int, world: int, epoch: int) -> list[int]:
     """Return the samples that torch's sampler deals to a rank, in order."""
     sampler: DistributedSampler[object] = DistributedSampler(
         range(files),  # type: ignore[arg-type]  # it has a length, all that is needed
-        *(world, rank),
+        world,
+        rank,
         seed=7,
     )
     sampler.set_epoch(epoch)
@@ -174,8 +175,9 @@ def job(
     more: further variables.
     """
     settings = {"CREEL_MEMORY__BUDGET": str(memory), **more}
-    rest = words, settings, each, script, first
-    ranks = [Rank(cluster, rank, world, *rest) for rank in range(world)]
+    ranks = [
+        Rank(cluster, rank, world, words, settings, each, script, first) for rank in range(world)
+    ]
     try:
         yield ranks
     finally:

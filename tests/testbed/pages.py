@@ -43,9 +43,9 @@ def check_read_ahead(fs: Any, ours: Any, theirs: Any, first: int = 1, **more: An
         first: the number of that batch, from 1 on.
     """
     batches = iter(creel.DataLoader(ours, sampler=shuffled(ours), **more))
-    found = [next(batches) for _ in range(first)]
+    batches_read = [next(batches) for _ in range(first)]
     until(all_read)
     reads = fs.totals()["reads"]
-    found += batches
+    batches_read += batches
     assert fs.totals()["reads"] == reads
-    assert same(found, list(DataLoader(theirs, sampler=shuffled(theirs), **more)))
+    assert same(batches_read, list(DataLoader(theirs, sampler=shuffled(theirs), **more)))

@@ -97,10 +97,10 @@ def batches_of(kind: str, data: Any, batch: int, rank: int, world: int) -> Any:
 
 def begin(batches: Any, epoch: int) -> None:
     """Set the epoch of a sampler that has one."""
-    told: list[Any] = [batches, getattr(batches, "sampler", None)]
-    for one in told:
-        if hasattr(one, "set_epoch"):
-            one.set_epoch(epoch)
+    parts: list[Any] = [batches, getattr(batches, "sampler", None)]
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
 
 
 def numbers(kind: str, n: int, sample: int) -> list[int]:

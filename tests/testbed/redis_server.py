@@ -44,7 +44,7 @@ def redis_server(folder: Path) -> Iterator[Address]:
     with log.open("wb") as out:
         server = subprocess.Popen([*command, "--dir", folder], stdout=out, stderr=out)
     try:
-        until(lambda: b"Ready to accept" in log.read_bytes(), what="the server is ready")
+        until(lambda: b"Ready to accept" in log.read_bytes(), event="the server is ready")
         yield Address(f"redis://127.0.0.1:{port}/{unique_name()}")
     finally:
         server.kill()

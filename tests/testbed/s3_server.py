@@ -204,14 +204,14 @@ class _Handler(BaseHTTPRequestHandler):
         files = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
         delimiter = asked.get("delimiter", "")
         keys = {_cut(key, prefix, delimiter) for key in files if key.startswith(prefix)}
-        found = sorted(key for key in keys if key > after)
-        rows = "".join(_row(folder, key, delimiter) for key in found[:limit])
-        more = len(found) > limit
-        last = escape(found[limit - 1]) if more else ""
+        later = sorted(key for key in keys if key > after)
+        rows = "".join(_row(folder, key, delimiter) for key in later[:limit])
+        more = len(later) > limit
+        last = escape(later[limit - 1]) if more else ""
         token = f"<NextContinuationToken>{last}</NextContinuationToken>" if more else ""
         body = (
             f"<ListBucketResult><Name>{folder.name}</Name><Prefix>{escape(prefix)}</Prefix>"
-            f"<KeyCount>{len(found[:limit])}</KeyCount><IsTruncated>{str(more).lower()}"
+            f"<KeyCount>{len(later[:limit])}</KeyCount><IsTruncated>{str(more).lower()}"
             f"</IsTruncated>{token}{rows}</ListBucketResult>"
         )
         self._answer(200, body.encode(), {"Content-Type": "application/xml"})

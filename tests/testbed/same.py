@@ -37,13 +37,13 @@ def opened_by_epoch(
     opens: Callable[[], int], ours: Iterable[Any], theirs: Iterable[Any], epochs: int = 3
 ) -> list[int]:
     """Return the opens in each epoch of `ours`, whose batches must equal those of `theirs`."""
-    found = []
+    counts = []
     for _ in range(epochs):
         before = opens()
         batches = list(ours)
-        found.append(opens() - before)
+        counts.append(opens() - before)
         assert same(batches, list(theirs))
-    return found
+    return counts
 
 
 def check_in_torch(dataset: Dataset[Any]) -> None:

@@ -38,8 +38,8 @@ STEP_S = float(os.environ.get("STEP_S", "0.01"))
 JOIN_S = 60.0
 
 
-def say(**what: object) -> None:
-    sys.stdout.write(json.dumps(what, default=str) + "\n")
+def say(**values: object) -> None:
+    sys.stdout.write(json.dumps(values, default=str) + "\n")
     sys.stdout.flush()
 
 
@@ -48,8 +48,8 @@ def counted() -> dict[str, Any]:
     client = client_of(Config.load()[0])
     if client is None:
         return {"held": 0, "tiers": {}}
-    found = client.ask("datasets")["datasets"]
-    held = sum(one["resident_objects"] for one in found)
+    datasets = client.ask("datasets")["datasets"]
+    held = sum(dataset["resident_objects"] for dataset in datasets)
     return {"held": held, "tiers": client.ask("stats")["tiers"]}
 
 
@@ -90,8 +90,8 @@ def main(
     if not alone:
         dist.init_process_group("gloo")
     sampler: DistributedSampler[object] = DistributedSampler(dataset, world, rank, seed=7)
-    how: Any = {"remap": remap or None}
-    loader = creel.DataLoader(dataset, batch, sampler=sampler, collate_fn=list, **how)
+    options: Any = {"remap": remap or None}
+    loader = creel.DataLoader(dataset, batch, sampler=sampler, collate_fn=list, **options)
     if not alone:
         dist.barrier()
     due = time.monotonic()

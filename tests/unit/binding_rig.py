@@ -44,21 +44,21 @@ class Arena:
         self.memory = memoryview(b"".join(parts))
 
     def pieces(self, ids: NDArray[np.integer]) -> Taken:
-        found = Taken(self.taken)
+        held = Taken(self.taken)
         for i in ids.tolist():
             at = int(self.table.offset[i])
             if at != NOWHERE:
-                found[i] = [self.memory[at : at + self.lengths[i]]]
-        return found
+                held[i] = [self.memory[at : at + self.lengths[i]]]
+        return held
 
     def held(self, step: int, stamp: int) -> bool:
         return self.done <= step and self.revoked == stamp
 
     def rows(self, ids: NDArray[np.integer], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        found = self.pieces(ids)
-        there = np.array([i in found for i in ids.tolist()])
+        held = self.pieces(ids)
+        there = np.array([i in held for i in ids.tolist()])
         for i in np.flatnonzero(there).tolist():
-            out[i] = np.frombuffer(found.get(int(ids[i]))[0], np.uint8)
+            out[i] = np.frombuffer(held.get(int(ids[i]))[0], np.uint8)
         return there
 
 

@@ -75,10 +75,10 @@ class FakeClient:
         self.asked: list[tuple[str, dict[str, object]]] = []
         self.closed = False
 
-    def ask(self, what: str, **args: object) -> dict[str, Any]:
-        self.asked.append((what, args))
+    def ask(self, command: str, **args: object) -> dict[str, Any]:
+        self.asked.append((command, args))
         answers = {"status": STATUS, "stats": STATS, "datasets": {"datasets": []}, "stop": {}}
-        return (answers | {"batches": BATCHES})[what]
+        return (answers | {"batches": BATCHES})[command]
 
     def close(self) -> None:
         self.closed = True

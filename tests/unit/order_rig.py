@@ -115,8 +115,9 @@ def any_sampler(rng: random.Random, n: int, generator: torch.Generator | None) -
     if kind == "dist":
         world = rng.randrange(1, 6)
         drop, shuffle = rng.random() < 0.5, rng.random() < 0.8
-        args = world, rng.randrange(world), shuffle, rng.randrange(9), drop
-        return DistributedSampler(Echo(n), *args)
+        return DistributedSampler(
+            Echo(n), world, rng.randrange(world), shuffle, rng.randrange(9), drop
+        )
     listed = rng.choices(range(n), k=rng.randrange(n + 1))
     return rng.choice([listed, tuple(listed), range(n), np.array(listed), torch.tensor(listed)])
 
@@ -133,16 +134,16 @@ def any_loader(case: int, *, workers: int = 0) -> Loader:
         "persistent_workers": bool(workers) and rng.random() < 0.5,
     }
     size = rng.choice([1, 2, 3, rng.randrange(1, 70)])
-    how = rng.random()
-    if how < 0.25:
+    chance = rng.random()
+    if chance < 0.25:
         kwargs |= {"shuffle": rng.random() < 0.8, "batch_size": size}
         kwargs["drop_last"] = rng.random() < 0.5
-    elif how < 0.7:
+    elif chance < 0.7:
         kwargs |= {"sampler": any_sampler(rng, n, generator), "batch_size": size}
         kwargs["drop_last"] = rng.random() < 0.5
-    elif how < 0.8:
+    elif chance < 0.8:
         kwargs |= {"sampler": any_sampler(rng, n, generator), "batch_size": None}
-    elif how < 0.9:
+    elif chance < 0.9:
         inner = any_sampler(rng, n, generator)
         kwargs["batch_sampler"] = BatchSampler(inner, size, rng.random() < 0.5)
     else:
@@ -171,8 +172,8 @@ def any_memory(case: int) -> Rehearsal:
 
 def any_rehearsed_loader(case: int, *, workers: int = 0) -> Loader:
     """Return the loader of a case: equal calls give equal, separate loaders with equal memories."""
-    found = any_loader(case, workers=workers)
-    while found.batch_sampler is None:
+    loader = any_loader(case, workers=workers)
+    while loader.batch_sampler is None:
         case += 100_003
-        found = any_loader(case, workers=workers)
-    return rehearsed(found, any_memory(case))
+        loader = any_loader(case, workers=workers)
+    return rehearsed(loader, any_memory(case))

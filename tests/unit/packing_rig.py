@@ -27,8 +27,8 @@ class Road:
 
     def send(self, batch: object) -> Packed:
         packed = pack(batch, self.writer)
-        for one in self.writer.unsent():
-            self.reader.map_slot(*one)
+        for slot in self.writer.unsent():
+            self.reader.map_slot(*slot)
         assert len(pickle.dumps(packed)) < 4096
         return packed
 

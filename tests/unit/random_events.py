@@ -50,25 +50,25 @@ class Chaos:
     def turn(self) -> None:
         rng, rig = self.rng, self.rig
         open_ = list(rig.readers)
-        what = rng.random()
-        if what < 0.45 and rig.fetches:
+        chance = rng.random()
+        if chance < 0.45 and rig.fetches:
             rig.land(int(rng.choice(list(rig.fetches))))
-        elif what < 0.5 and len(open_) < 5:
+        elif chance < 0.5 and len(open_) < 5:
             self.open()
-        elif what < 0.6 and open_:
+        elif chance < 0.6 and open_:
             self.extend(int(rng.choice(open_)))
-        elif what < 0.9 and open_:
+        elif chance < 0.9 and open_:
             self.progress(int(rng.choice(open_)))
-        elif what < 0.92 and open_:
+        elif chance < 0.92 and open_:
             s = int(rng.choice(open_))
             rig.truncate(s, int(rng.integers(0, len(rig.readers[s].objects) + 2)))
-        elif what < 0.93 and open_:
+        elif chance < 0.93 and open_:
             rig.close(int(rng.choice(open_)))
-        elif what < 0.95:
+        elif chance < 0.95:
             rig.feed(Warm(str(rng.choice(list(self.sizes)))))
-        elif what < 0.96:
+        elif chance < 0.96:
             rig.feed(Dropped(str(rng.choice(list(self.sizes)))))
-        elif what < 0.97:
+        elif chance < 0.97:
             self.renew(str(rng.choice(list(self.sizes))))
         else:
             change = int(rng.integers(1, 3 * SYSTEM_PAGE))

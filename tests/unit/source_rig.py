@@ -27,7 +27,7 @@ def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[b
 
 def whole(source: Source, *ids: int) -> list[bytes | None]:
     """Return the bytes from `read_whole`."""
-    return [one and one.data for one in source.read_whole(np.array(ids))]
+    return [whole and whole.data for whole in source.read_whole(np.array(ids))]
 
 
 def folder(path: Path, sizes: list[int], seed: int = 0) -> tuple[Manifest, list[bytes]]:
@@ -44,6 +44,6 @@ def records(path: Path, size: int, count: int) -> tuple[Manifest, bytes]:
     """Write a file of dense records after a header of 5 bytes."""
     content = np.random.default_rng(size).bytes(5 + size * count)
     (path / "records").write_bytes(content)
-    one = np.array([1], np.int64)
-    runs = Manifest.of_runs([str(path / "records")], one * 5, one * size, one * count)
+    ones = np.array([1], np.int64)
+    runs = Manifest.of_runs([str(path / "records")], ones * 5, ones * size, ones * count)
     return runs, content[5:]

@@ -146,21 +146,21 @@ def test_fsspecs_configuration_belongs_to_the_identity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two jobs with other headers may be told other bytes by one server."""
-    found = []
+    identities = []
     for name in ("red", "blue"):
         configured = {"client_kwargs": {"headers": {"X-Pass": name}}}
         monkeypatch.setitem(fsspec.config.conf, "http", configured)
-        found.append(Access.of(["http"]).identity)
+        identities.append(Access.of(["http"]).identity)
         assert grant_of("http", None).options == configured
-    assert found[0] != found[1]
+    assert identities[0] != identities[1]
 
 
 def test_no_secret_is_in_an_identity_or_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     sets(monkeypatch, **KEYS)
-    one = Access.of(["s3"])
+    access = Access.of(["s3"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
-    assert Access.of(["s3"]).identity == one.identity
-    texts = [repr(one), repr(one.grants()), shown(one.options("s3"))]
+    assert Access.of(["s3"]).identity == access.identity
+    texts = [repr(access), repr(access.grants()), shown(access.options("s3"))]
     assert all("another" not in text for text in texts)
 
 
@@ -185,7 +185,7 @@ def test_a_manifest_keeps_the_access_of_its_parts() -> None:
     ]
     whole = Manifest.concat(parts)
     assert [row for row, _ in whole.access] == [0, 3]
-    assert [one.identity for _, one in whole.access] == [
+    assert [access.identity for _, access in whole.access] == [
         parts[0].access[0][1].identity,
         parts[2].access[0][1].identity,
     ]

@@ -114,9 +114,9 @@ def test_parts_are_found_wherever_a_dataset_keeps_them() -> None:
     inner = Holder(one=a, many=[Subset(b, [0]), ("x", {"k": creel.wrap(Holder(c=c, again=a))})])
     inner.itself = inner  # type: ignore[attr-defined]
     whole = Holder(parts=ConcatDataset([inner, d]), numbers=list(range(100_000)), other=object())
-    found = parts_of(whole)
-    assert sorted(map(len, found)) == [1, 2, 3, 4]
-    assert found == parts_of(whole)
+    parts = parts_of(whole)
+    assert sorted(map(len, parts)) == [1, 2, 3, 4]
+    assert parts == parts_of(whole)
 
 
 def test_a_part_is_found_beside_long_lists() -> None:
@@ -143,11 +143,11 @@ STEPS = ("read", "read1", "readline", "readinto", "peek", "seek", "rest")
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 700))))
 def test_a_file_that_is_listened_to_and_its_copy_are_like_any(steps: list[tuple[str, int]]) -> None:
     data = bytes(range(7, 20)) * 50
-    with tempfile.NamedTemporaryFile() as made:
-        Path(made.name).write_bytes(data)
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(data)
         listener = ObservedReads()
-        with listener, creel.open(made.name) as ours, Path(made.name).open("rb") as real:
-            copy = io.BufferedReader(in_memory(data, made.name))
+        with listener, creel.open(file.name) as ours, Path(file.name).open("rb") as real:
+            copy = io.BufferedReader(in_memory(data, file.name))
             assert ours.name == copy.name == real.name
             for name, n in steps:
                 expected = step(real, name, n)
@@ -158,7 +158,7 @@ def test_a_file_that_is_listened_to_and_its_copy_are_like_any(steps: list[tuple[
             for name, n in steps:
                 assert step(copy, name, n) == step(real, name, n)
             copy.close()
-        assert listener.end_sample() == [made.name]
+        assert listener.end_sample() == [file.name]
 
 
 def test_files_are_worth_caching_by_the_share_that_is_read(tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_files_are_worth_caching_by_the_share_that_is_read(tmp_path: Path) -> No
         with creel.open(tmp_path / "array") as f:
             assert len(np.fromfile(f, np.uint8)) == 1 << 20
     asked = listener.end_sample()
-    whole = {Path(one).name for one in asked if isinstance(one, str)}
+    whole = {Path(item).name for item in asked if isinstance(item, str)}
     assert whole == {"whole", "a quarter", "small", "all and a little", "array"}
-    assert [one for one in asked if not isinstance(one, str)] == [
+    assert [item for item in asked if not isinstance(item, str)] == [
         (str(tmp_path / name), 0, 32, 1 << 20) for name in ("little", "twice")
     ]
 
@@ -318,13 +318,13 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
     assert torn.trace() is None
 
 
-def pair(one: Dataset[Any], other: Dataset[Any]) -> tuple[AccessRecorder, AccessRecorder]:
+def pair(first: Dataset[Any], other: Dataset[Any]) -> tuple[AccessRecorder, AccessRecorder]:
     """Return the recorders of two ranks."""
     file, number, _ = own_place()
-    journal = os.open(f"/proc/self/fd/{file.own.fd}", os.O_RDWR | os.O_APPEND)
+    journal = os.open(f"/proc/self/fd/{file.descriptor.fd}", os.O_RDWR | os.O_APPEND)
     files = file, JournalFile(Descriptor(journal))
     places = (JournalPlace(each, number, joint=True) for each in files)
-    return AccessRecorder(one, next(places)), AccessRecorder(other, next(places))
+    return AccessRecorder(first, next(places)), AccessRecorder(other, next(places))
 
 
 def numbered(folder: Path) -> Numbered:
@@ -362,7 +362,7 @@ def test_ranks_that_read_other_files_as_a_sample_do_not_learn_from_each_other(
         assert rank.void == (trace is None)
         for files in [] if trace is None else trace.leaves:
             assert isinstance(files, Addressed)
-            assert {Path(one).parent for one in files.addresses(np.arange(12))} == {home}
+            assert {Path(path).parent for path in files.addresses(np.arange(12))} == {home}
     assert ranks[1].void
 
 
@@ -442,7 +442,7 @@ def test_a_sample_that_was_recorded_twice_counts_once(tmp_path: Path) -> None:
     for i in range(12):
         _ = once[i]
         once.write()
-    records = [one for one in TraceJournal(once.place).new() if isinstance(one, Reads)]
+    records = [record for record in TraceJournal(once.place).new() if isinstance(record, Reads)]
     for record in 5 * records:
         TraceJournal(five_times.place).append(record)
     TraceJournal(five_times.place).append(EndOfTrace())

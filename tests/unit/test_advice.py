@@ -83,7 +83,7 @@ class Shard(BatchSampler):
         self.batch_sampler, self.num_processes = batch_sampler, num_processes
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (one for i, one in enumerate(self.batch_sampler) if i % self.num_processes == 0)
+        return (batch for i, batch in enumerate(self.batch_sampler) if i % self.num_processes == 0)
 
     def __len__(self) -> int:
         return (len(self.batch_sampler) + self.num_processes - 1) // self.num_processes

@@ -312,8 +312,8 @@ def test_a_reader_of_bytes_that_are_no_runs_any_more_stays_within_the_arena(seed
         arena[at : at + 16] = HEADER.pack(*rng.integers(-50, 1100, 2).tolist())
     for _ in range(100):
         nbytes = int(rng.integers(-1, 300))
-        found = pieces(memoryview(arena), int(rng.integers(-1100, -1)), nbytes)
-        assert found is None or sum(map(len, found)) == nbytes
+        parts = pieces(memoryview(arena), int(rng.integers(-1100, -1)), nbytes)
+        assert parts is None or sum(map(len, parts)) == nbytes
 
 
 @pytest.mark.parametrize("place", [0, 64, chained(64)])

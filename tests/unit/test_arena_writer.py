@@ -59,8 +59,11 @@ def test_neighbours_are_one_read_though_some_go_to_pages_that_exist(tmp_path: Pa
     """A page shared with an earlier object exists; far storage takes a round trip per read."""
     content = np.random.default_rng(0).bytes(10_000)
     (tmp_path / "records").write_bytes(content)
-    run = np.array([0]), np.array([100]), np.array([100])
-    source = Source(Manifest.of_runs([str(tmp_path / "records")], *run))
+    source = Source(
+        Manifest.of_runs(
+            [str(tmp_path / "records")], np.array([0]), np.array([100]), np.array([100])
+        )
+    )
     with closing(Arena.create(1 << 14)) as arena:
         writer = ArenaWriter(arena)
         for ids in np.split(np.arange(100, dtype=np.int32), 4):

@@ -47,9 +47,11 @@ def test_a_cast_of_a_batch_is_the_cast_of_each_record(dtype: torch.dtype, tmp_pa
         assert gather is not None
         raw = torch.from_numpy(bits)
         batch = gather.collate(raw, indices, BufferPool().take)
-        for made in ([data[i] for i in range(count)], many, batch):
-            assert [row.dtype for row in made] == [to] * count
-            assert [row.contiguous().view(torch.uint8).tolist() for row in made] == expected, to
+        for rows_cast in ([data[i] for i in range(count)], many, batch):
+            assert [row.dtype for row in rows_cast] == [to] * count
+            assert [row.contiguous().view(torch.uint8).tolist() for row in rows_cast] == expected, (
+                to
+            )
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3)])
@@ -205,11 +207,11 @@ def test_a_batch_transform_gives_a_row_for_each_sample(wrong: Any, tmp_path: Pat
 
 def test_stacked_batches_have_memory_of_their_own() -> None:
     mine = torch.arange(12).view(4, 3)
-    made = stacked((mine, mine, {"a": mine[:1].expand(4, 3)}), 4, BufferPool().take)
-    made[0].zero_()
-    made[2]["a"][0].zero_()
-    assert made[1].tolist() == mine.tolist() == torch.arange(12).view(4, 3).tolist()
-    assert made[2]["a"][1:].tolist() == [[0, 1, 2]] * 3
+    batch = stacked((mine, mine, {"a": mine[:1].expand(4, 3)}), 4, BufferPool().take)
+    batch[0].zero_()
+    batch[2]["a"][0].zero_()
+    assert batch[1].tolist() == mine.tolist() == torch.arange(12).view(4, 3).tolist()
+    assert batch[2]["a"][1:].tolist() == [[0, 1, 2]] * 3
 
 
 def test_rows_are_tensors_of_their_own() -> None:
@@ -226,6 +228,6 @@ def test_a_large_batch_is_cast_by_the_row(size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rows = torch.randint(0, 256, (size, 4000), dtype=torch.uint8)
-        made = stacked(rows.t().contiguous().t(), size, BufferPool().take)
-    assert made.is_contiguous()
-    assert made.equal(rows)
+        batch = stacked(rows.t().contiguous().t(), size, BufferPool().take)
+    assert batch.is_contiguous()
+    assert batch.equal(rows)

@@ -126,9 +126,9 @@ def test_objects_are_what_samples_read(tmp_path: Path, seed: int) -> None:
     firsts: dict[int, int] = {}
     keys: dict[str, int] = {}  # leaves of the same objects share them
     total = 0
-    for found in binding.leaves:
-        firsts[id(found)] = keys.setdefault(found.manifest.key, total)
-        total += len(found.manifest) * (firsts[id(found)] == total)
+    for part in binding.leaves:
+        firsts[id(part)] = keys.setdefault(part.manifest.key, total)
+        total += len(part.manifest) * (firsts[id(part)] == total)
     assert len(binding.manifest) == total
     ids, counts = binding.objects(indices)
     assert ids.dtype == np.int32
@@ -191,7 +191,7 @@ def test_the_indices_of_a_subset_are_read_only_to_find_objects(tmp_path: Path) -
     leaf = files(tmp_path, "a", 3, decode=len)
     assert bindable(Subset(leaf, indices))
     assert indices.looks == 0, "millions of them would take seconds"
-    assert bound(Subset(leaf, indices)).still()
+    assert bound(Subset(leaf, indices)).is_current()
     assert indices.looks > 0, "or this test sees nothing"
 
 
@@ -202,12 +202,12 @@ def test_a_range_is_not_spread_out_to_be_compared(
     binding = bound(tree)
     with monkeypatch.context() as patch:
         patch.setattr("creel.loader.data.binding.tree.np.asarray", None)
-        assert binding.still()
+        assert binding.is_current()
     for other in (range(4), [1, 2, 4], range(1, 3)):
         tree.indices = other
-        assert not binding.still()
+        assert not binding.is_current()
     tree.indices = [1, 2, 3]
-    assert binding.still()
+    assert binding.is_current()
 
 
 class Shuffled(Subset[Any]):
@@ -326,7 +326,7 @@ def test_changed_samples_of_torchvision_never_give_another_files_bytes(photos: P
     dataset = folder.ImageFolder(photos)
     binding = bound(dataset)
     dataset.samples.reverse()
-    assert binding.still()  # so many are not compared, as that would take time
+    assert binding.is_current()  # so many are not compared, as that would take time
     plain = [dataset[i] for i in range(6)]
     with lent(binding, Arena(binding.manifest)):
         assert all(same(dataset[i], plain[i]) for i in range(6))
@@ -336,7 +336,7 @@ def test_changed_samples_of_torchvision_never_give_another_files_bytes(photos: P
         assert dataset[0] == dataset.samples[0]
     assert not arena.taken
     dataset.samples = dataset.samples[:3]
-    assert not binding.still()
+    assert not binding.is_current()
 
 
 def test_a_file_that_is_no_image_fails_with_its_path_as_in_torchvision(photos: Path) -> None:
@@ -373,37 +373,37 @@ def test_folders_are_served_below_the_wrappers(photos: Path) -> None:
 class Pairs(Dataset[bytes]):
     """A user's own dataset: sample i is files i and i + 1, by number or by address."""
 
-    def __init__(self, paths: list[Path], how: str) -> None:
+    def __init__(self, paths: list[Path], kind: str) -> None:
         self.creel_uris = [str(p) for p in paths]
-        self.how = how
+        self.kind = kind
         self.same: list[int] = []
 
     def __len__(self) -> int:
         return len(self.creel_uris) - 1
 
     def objects(self, i: int) -> Any:
-        if self.how == "one":
+        if self.kind == "one":
             return i
-        if self.how == "address":
+        if self.kind == "address":
             return self.creel_uris[i : i + 2]
-        if self.how == "numbers":
+        if self.kind == "numbers":
             return np.array([i, i + 1])
         self.same[:] = [i, i + 1]
         return self.same
 
     def __getitem__(self, i: int) -> bytes:
-        if self.how == "one":
+        if self.kind == "one":
             return creel.read(self.creel_uris[i])
         with creel.open(self.creel_uris[i]) as f:
             return f.read() + creel.read(self.creel_uris[i + 1])
 
 
-@pytest.mark.parametrize("how", ["one", "numbers", "address", "one list"])
-def test_a_dataset_that_declares_its_reads_is_served(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("kind", ["one", "numbers", "address", "one list"])
+def test_a_dataset_that_declares_its_reads_is_served(tmp_path: Path, kind: str) -> None:
     leaf = files(tmp_path, "a", 6)
-    dataset = Pairs([Path(p) for p in leaf.paths], how)
+    dataset = Pairs([Path(p) for p in leaf.paths], kind)
     binding = bound(Subset(dataset, [4, 0, 3]))
-    expected = [[4], [0], [3]] if how == "one" else [[4, 5], [0, 1], [3, 4]]
+    expected = [[4], [0], [3]] if kind == "one" else [[4, 5], [0, 1], [3, 4]]
     ids, counts = binding.objects(np.arange(3))
     assert ids.tolist() == [i for ids in expected for i in ids]
     assert counts.tolist() == [len(e) for e in expected]
@@ -503,13 +503,13 @@ def test_an_order_of_samples_is_one_of_objects(tmp_path: Path) -> None:
     assert bound(whole).in_objects(order) is order
     numbers = [19, 3, 7, 5]
     part = bound(Subset(whole, numbers))
-    found = part.in_objects(JobOrder(4, 2, 2, 1, seed=3))
-    assert found is not None
-    assert found.among is not None
-    assert found.among.objects.tolist() == numbers
+    part_order = part.in_objects(JobOrder(4, 2, 2, 1, seed=3))
+    assert part_order is not None
+    assert part_order.object_of is not None
+    assert part_order.object_of.objects.tolist() == numbers
     again = part.in_objects(JobOrder(4, 2, 2, 1, seed=4))
     assert again is not None
-    assert again.among is found.among  # so that a session says it once
+    assert again.object_of is part_order.object_of  # so that a session says it once
 
 
 def test_an_order_whose_samples_are_not_objects_is_not_planned(tmp_path: Path) -> None:

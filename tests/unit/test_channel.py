@@ -105,8 +105,8 @@ def test_a_message_whose_descriptors_were_cut_off_comes_again_without(
     for fd in got[1]:
         os.close(fd)
     put("cut")
-    told: list[object] = []
-    worker = threading.Thread(target=lambda: told.append(theirs.get(20)))
+    messages: list[object] = []
+    worker = threading.Thread(target=lambda: messages.append(theirs.get(20)))
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     taken = all_descriptors()
     worker.start()
@@ -117,7 +117,7 @@ def test_a_message_whose_descriptors_were_cut_off_comes_again_without(
     assert again == (("cut", data, "again"), [])
     ours.post(("end",))
     worker.join()
-    assert told == [(("end",), [])]
+    assert messages == [(("end",), [])]
     ours.close()
     theirs.close()
 
@@ -158,8 +158,8 @@ def test_without_a_descriptor_a_long_message_goes_in_pieces(
     ours.post(("next",))
     got: list[object] = []
     while len(got) < 2:  # in one thread: the sender never waits for the receiver
-        told = theirs.get(0)
-        got += [] if told is None else [told]
+        arrived = theirs.get(0)
+        got += [] if arrived is None else [arrived]
         ours.flush()
     assert got == [(message, []), (("next",), [])]
     sender = threading.Thread(target=ours.put, args=(message,))

@@ -48,10 +48,10 @@ def test_a_terminal_without_utf8_shows_what_it_can() -> None:
     scenario = "--nodes 1 --samples 9 --sample-size 1kB --memory 1MB --batch 3 --epochs 1"
     command = [sys.executable, "-m", "creel", "simulate", *scenario.split()]
     with os.fdopen(ours, "rb", 0) as shown, os.fdopen(terminal, "wb") as out:
-        told = subprocess.run(
+        run = subprocess.run(
             command, stdout=out, stderr=subprocess.PIPE, env=env, timeout=60, check=False
         )
-        assert (told.returncode, told.stderr) == (0, b"")
+        assert (run.returncode, run.stderr) == (0, b"")
         assert b"epoch" in shown.read(1000)
 
 
@@ -60,7 +60,7 @@ def test_top_says_where_a_terminal_cannot_show_it() -> None:
     ours, terminal = pty.openpty()
     command = [sys.executable, "-m", "creel", "top"]
     with os.fdopen(ours), os.fdopen(terminal, "r+b", 0) as both:
-        told = subprocess.run(
+        run = subprocess.run(
             command,
             stdin=both,
             stdout=both,
@@ -69,8 +69,8 @@ def test_top_says_where_a_terminal_cannot_show_it() -> None:
             timeout=60,
             check=False,
         )
-    assert told.returncode == 2
-    assert b"use `creel stats --watch`" in told.stderr
+    assert run.returncode == 2
+    assert b"use `creel stats --watch`" in run.stderr
 
 
 @pytest.mark.parametrize("command", ["config show", "config show --json", "--help"])
@@ -79,14 +79,14 @@ def test_a_closed_pipe_ends_a_command_well(command: str) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as closed:
-        told = subprocess.run(
+        run = subprocess.run(
             [sys.executable, "-m", "creel", *command.split()],
             stdout=closed,
             stderr=subprocess.PIPE,
             timeout=60,
             check=False,
         )
-    assert (told.returncode, told.stderr) == (0, b"")
+    assert (run.returncode, run.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("command", ["status", "stats", "stop", "warm ."])
@@ -117,9 +117,9 @@ def test_failures_are_json_too_with_json(
 ) -> None:
     assert main.main(words) == code
     said = capsys.readouterr()
-    told = json.loads(said.out)
-    assert told["schema"] == 1
-    assert told["error"].startswith(says)
+    answer = json.loads(said.out)
+    assert answer["schema"] == 1
+    assert answer["error"].startswith(says)
     assert says in said.err
 
 
@@ -161,10 +161,10 @@ def test_an_impossible_value_is_2_and_names_itself(
 def test_json_is_what_the_daemon_said_with_a_schema_number(
     daemon: FakeClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command, told in (("status", STATUS), ("stats", STATS)):
+    for command, answer in (("status", STATUS), ("stats", STATS)):
         assert main.main([command, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == {"schema": 1, **told}
-    assert [what for what, _ in daemon.asked] == ["status", "stats"]
+        assert json.loads(capsys.readouterr().out) == {"schema": 1, **answer}
+    assert [command for command, _ in daemon.asked] == ["status", "stats"]
 
 
 def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading(
@@ -181,8 +181,8 @@ def test_a_file_is_what_training_makes_of_it(tmp_path: Path) -> None:
     """So that both share one copy; no torch is needed for it."""
     (tmp_path / "a b").write_bytes(b"1")
     path = str(tmp_path / "a b")
-    made = targets.manifest_of_target(path, "any")
-    assert made.key == FileDataset([path]).manifest.key
+    manifest = targets.manifest_of_target(path, "any")
+    assert manifest.key == FileDataset([path]).manifest.key
 
 
 def test_loading_ends_when_its_time_is_over_and_the_daemon_is_told(
@@ -192,21 +192,21 @@ def test_loading_ends_when_its_time_is_over_and_the_daemon_is_told(
     row = {"dataset": "d", "path": "/", "resident_objects": 1, "resident_nbytes": 5}
     asked: list[dict[str, Any]] = []
 
-    def ask(what: str, **args: Any) -> dict[str, Any]:
-        if what == "warm":
+    def ask(command: str, **args: Any) -> dict[str, Any]:
+        if command == "warm":
             asked.append(args)
-        return {"datasets": [row]} if what == "datasets" else row
+        return {"datasets": [row]} if command == "datasets" else row
 
     client: Any = mock.Mock(ask=ask, register=lambda _: "d")
     monkeypatch.setattr(warm, "_daemon", lambda _: nullcontext(client))
-    told = warm.warm(Config(), "/", quiet=True, time_s=0.0)
-    assert (told["ended"], told["resident"], told["objects"]) == ("time", 1, 2)
+    answer = warm.warm(Config(), "/", quiet=True, time_s=0.0)
+    assert (answer["ended"], answer["resident"], answer["objects"]) == ("time", 1, 2)
     assert asked == [{"dataset": "d", "linger_s": warm.LINGER_S}, {"dataset": "d", "stop": True}]
-    assert "1 of 2 files (5 B) in memory" in warm.sentence(told)
-    assert "the time is over" in warm.sentence(told)
-    told = warm.warm(Config(), "/", quiet=True, background=True)
-    assert told["ended"] == "background"
-    assert warm.sentence(told) == "loading 2 files: `creel ls` shows how far it is"
+    assert "1 of 2 files (5 B) in memory" in warm.sentence(answer)
+    assert "the time is over" in warm.sentence(answer)
+    answer = warm.warm(Config(), "/", quiet=True, background=True)
+    assert answer["ended"] == "background"
+    assert warm.sentence(answer) == "loading 2 files: `creel ls` shows how far it is"
 
 
 def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,9 +272,9 @@ def test_a_command_runs_also_where_no_daemon_starts(
 
     monkeypatch.setattr(embed, "DaemonStart", Never)
     assert main.main(["run", "--", "sh", "-c", "echo trained; exit 7"]) == 7
-    told = capfd.readouterr()
-    assert told.out == "trained\n"
-    assert "sh runs without a daemon of its own" in told.err
+    output = capfd.readouterr()
+    assert output.out == "trained\n"
+    assert "sh runs without a daemon of its own" in output.err
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -294,13 +294,16 @@ def test_help_imports_nothing_heavy() -> None:
 
 def _commands() -> dict[str, click.Command]:
     """Return all commands by their words."""
-    found: dict[str, click.Command] = {}
+    commands: dict[str, click.Command] = {}
     for name, command in main.creel.commands.items():
         if isinstance(command, click.Group):
-            found |= {f"{name} {inner}": one for inner, one in command.commands.items()}
+            commands |= {
+                f"{name} {inner}": inner_command
+                for inner, inner_command in command.commands.items()
+            }
         else:
-            found[name] = command
-    return found
+            commands[name] = command
+    return commands
 
 
 @pytest.mark.parametrize("command", sorted(_commands()))

@@ -141,9 +141,9 @@ def test_why_says_whose_batches_are_counted_if_there_are_none(
 
 @pytest.mark.parametrize("kept", [{"nbytes": 1}, {"nbytes": 0, "decoded_hits": 1}])
 def test_who_is_served_is_not_told_to_wrap(kept: dict[str, Any]) -> None:
-    told = reason(SESSION | kept | {"stall_s": CAUSES | {"decode": 90.0}}, STATS)
-    assert "a cache of files has nothing to add" in told
-    assert "creel.wrap" not in told
+    text = reason(SESSION | kept | {"stall_s": CAUSES | {"decode": 90.0}}, STATS)
+    assert "a cache of files has nothing to add" in text
+    assert "creel.wrap" not in text
 
 
 @pytest.mark.parametrize(("word", "coloured"), [("", True), ("1", False)])
@@ -245,7 +245,7 @@ def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None
     from creel.cli.watching import top
 
     wide = SESSION | {"job": "a-rather-long-job-name", "done": 4_200_000, "ready": 4_200_256}
-    told = STATS | {"sessions": [wide, SESSION]}
+    stats = STATS | {"sessions": [wide, SESSION]}
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
     late = (
@@ -254,7 +254,7 @@ def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None
         " 3 % off)"
     )
     taken = [("daemon", "1: 3 % of a core, 28.0 MiB not shared"), ("job a", late)]
-    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width, taken, {1: 0.1}))
+    console.print(top.screen(STATUS, stats, {1: (SESSION, 1.0)}, width, taken, {1: 0.1}))
     assert "28.0 MiB not shared" in out.getvalue()
     assert late in " ".join(out.getvalue().split())
     lines = out.getvalue().splitlines()

@@ -58,13 +58,13 @@ def test_a_daemon_that_did_not_answer_is_not_asked_again_at_once(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client: Any = SimpleNamespace(alive=True, hung=False, returns=True, close=lambda: None)
-    found = mock.Mock(return_value=client)
-    monkeypatch.setattr(connections, "connect_or_start", found)
-    assert connections.client_of(config) is found.return_value
+    connect = mock.Mock(return_value=client)
+    monkeypatch.setattr(connections, "connect_or_start", connect)
+    assert connections.client_of(config) is connect.return_value
     client.alive, client.hung = False, True
     for _ in range(10):
         assert connections.client_of(config) is None
-    assert found.call_count == 1
+    assert connect.call_count == 1
 
 
 def test_a_loader_that_needs_no_daemon_keeps_no_other_from_one(
@@ -98,8 +98,8 @@ def test_a_service_that_has_ended_is_awaited_before_another_daemon_is_started(
 ) -> None:
     """Its memory comes back with it; a training with a daemon of its own would read all anew."""
     client: Any = SimpleNamespace(alive=True, hung=False, returns=True, close=lambda: None)
-    found = mock.Mock(return_value=client)
-    monkeypatch.setattr(connections, "connect_or_start", found)
+    connecting = mock.Mock(return_value=client)
+    monkeypatch.setattr(connections, "connect_or_start", connecting)
     looked: list[float] = []
 
     def connect(*_: Any, **__: Any) -> Any:
@@ -107,16 +107,16 @@ def test_a_service_that_has_ended_is_awaited_before_another_daemon_is_started(
         raise NoDaemonError("not yet")
 
     monkeypatch.setattr(Client, "connect", connect)
-    assert connections.client_of(config) is found.return_value
+    assert connections.client_of(config) is connecting.return_value
     client.alive = False
     ended = next(clock)
-    while found.call_count == 1:
+    while connecting.call_count == 1:
         connections.start_daemon_early(config)
         if connections.client_of(config) is not None:
             break
-    assert found.call_count == 2, "it did not come back"
+    assert connecting.call_count == 2, "it did not come back"
     assert next(clock) - ended >= connections.RETURN_S
-    assert min(b - a for a, b in itertools.pairwise(looked)) >= connections.LOOK_S
+    assert min(b - a for a, b in itertools.pairwise(looked)) >= connections.POLL_S
 
 
 @pytest.mark.usefixtures("clock")

@@ -109,8 +109,8 @@ def test_an_object_is_fetched_once_for_all_sessions(rig: Rig) -> None:
     rig.settle()
     assert rig.reads == 2
     assert rig.readers[1].ready == rig.readers[2].ready == 1
-    told = rig.core.snapshot()["sessions"]["2"]
-    assert (told["hits"], told["joined"], told["misses"]) == (0, 2, 0)
+    session = rig.core.snapshot()["sessions"]["2"]
+    assert (session["hits"], session["joined"], session["misses"]) == (0, 2, 0)
 
 
 def test_a_failed_object_lets_its_step_go_on_and_is_tried_again_later(rig: Rig) -> None:
@@ -189,8 +189,8 @@ def test_objects_that_the_machine_has_no_memory_for_fail_and_are_tried_again_lat
         rig.settle()
     published = rig.offset["d"][:2] >= 0
     assert published.sum() == 1
-    told = rig.core.snapshot()
-    assert int(told["datasets"]["d"]["failed"]) >= 1
+    snapshot = rig.core.snapshot()
+    assert int(snapshot["datasets"]["d"]["failed"]) >= 1
     rig.memory = lambda k: k
     rig.extend(1, 1, [[0, 1, 2]])
     rig.progress(1, 2, 3)
@@ -246,9 +246,16 @@ def test_a_plan_with_a_gap_is_refused_and_changes_nothing(rig: Rig) -> None:
 def test_events_that_cannot_happen_are_our_bugs(rig: Rig) -> None:
     with pytest.raises(IllegalEventError):
         rig.feed(SessionOpened(1, Open("nothing", "", 0, 1, "never")))
-    columns = rig.offset["d"], rig.length["d"], lengths_of(rig.length["d"])
     with pytest.raises(IllegalEventError):
-        rig.feed(DatasetAdded("d", *columns, Versions(len(rig.length["d"]))))
+        rig.feed(
+            DatasetAdded(
+                "d",
+                rig.offset["d"],
+                rig.length["d"],
+                lengths_of(rig.length["d"]),
+                Versions(len(rig.length["d"])),
+            )
+        )
 
 
 def test_events_of_a_closed_session_are_late_not_wrong(rig: Rig) -> None:
@@ -260,8 +267,12 @@ def test_events_of_a_closed_session_are_late_not_wrong(rig: Rig) -> None:
         Dropped("x"),
     ):
         assert rig.feed(event) == []
-    nothing = np.empty(0, np.int32), np.empty(0, np.int64)
-    assert rig.feed(PlanExtended(9, 0, 0, *nothing, unplanned=False)) == []
+    assert (
+        rig.feed(
+            PlanExtended(9, 0, 0, np.empty(0, np.int32), np.empty(0, np.int64), unplanned=False)
+        )
+        == []
+    )
 
 
 def test_warming_fills_free_room_in_order_and_evicts_nothing(rig: Rig) -> None:
@@ -383,10 +394,10 @@ def test_a_new_dataset_gets_its_share_from_the_one_that_holds_all(sizes: tuple[i
         rig.progress(1, 200, 0)
         rig.settle()
     rig.core.check()
-    told = rig.core.snapshot()["datasets"]
+    datasets = rig.core.snapshot()["datasets"]
     share = sizes[1] * 1000 / (sizes[1] * 1000 + sizes[0] * 3000)
-    assert told["val"]["used_nbytes"] == pytest.approx(share * 64_000, rel=0.15)
-    assert told["val"]["failed"] == 0
+    assert datasets["val"]["used_nbytes"] == pytest.approx(share * 64_000, rel=0.15)
+    assert datasets["val"]["failed"] == 0
 
 
 def test_objects_without_room_in_one_piece_are_in_several_and_all_memory_is_used() -> None:
@@ -491,9 +502,9 @@ def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> N
     with mock.patch.object(FixedPool, "free", side_effect=AssertionError):
         rig.feed(Unregistered("d"))
     assert absent(rig, "d", range(30))
-    told = rig.core.snapshot()
-    assert told["past"]["datasets"]["evicted_dropped"] == 3
-    assert told["memory"]["node"]["free_nbytes"] == 1000
+    snapshot = rig.core.snapshot()
+    assert snapshot["past"]["datasets"]["evicted_dropped"] == 3
+    assert snapshot["memory"]["node"]["free_nbytes"] == 1000
 
 
 @pytest.mark.parametrize("seed", seeds(1))

@@ -74,9 +74,9 @@ def test_objects_that_memory_has_no_room_for_come_back_from_disk() -> None:
     counted = read(rig, 3)
     assert sum(source for source, _ in counted) == 200
     assert counted[1][1] > 80
-    told = rig.core.snapshot()["datasets"]["d"]
-    assert told["spilled"] == told["disk_objects"] == 200
-    assert told["disk_reads"] == rig.disk_reads
+    dataset = rig.core.snapshot()["datasets"]["d"]
+    assert dataset["spilled"] == dataset["disk_objects"] == 200
+    assert dataset["disk_reads"] == rig.disk_reads
 
 
 def test_a_restarted_node_reads_from_disk_what_the_last_one_wrote() -> None:
@@ -144,10 +144,10 @@ def test_objects_that_the_disk_gives_no_more_are_read_from_the_source() -> None:
         rig.settle()
         rig.progress(1, 5 + step)
         rig.settle()
-    told = rig.core.snapshot()["datasets"]["d"]
-    assert told["disk_misses"] in {1, 2}
-    assert rig.reads - 20 == told["disk_misses"]
-    assert told["failed"] == 0
+    dataset = rig.core.snapshot()["datasets"]["d"]
+    assert dataset["disk_misses"] in {1, 2}
+    assert rig.reads - 20 == dataset["disk_misses"]
+    assert dataset["failed"] == 0
 
 
 @pytest.mark.parametrize("disk", [20, 10])
@@ -231,17 +231,17 @@ def test_two_datasets_share_a_disk_that_one_had_filled() -> None:
             assert rig.readers[number].ready > done
             rig.progress(number, done + 1)
             rig.settle()
-    told = rig.core.snapshot()["datasets"]
+    datasets = rig.core.snapshot()["datasets"]
     assert held == [100]
-    assert told["b"]["disk_objects"] in range(35, 60)
-    assert int(told["b"]["reads"]) <= 160  # 200 without a disk
+    assert datasets["b"]["disk_objects"] in range(35, 60)
+    assert int(datasets["b"]["reads"]) <= 160  # 200 without a disk
 
 
 def test_those_due_last_are_found_first_however_often_it_looks() -> None:
     due = np.random.default_rng(0).permutation(1000)
-    found = Walk(1000).take(300, lambda at: np.ones(1000, np.bool_)[at], lambda ids: due[ids])
-    first = due[found]
-    assert len(np.unique(found)) == len(found) > 0
+    ids = Walk(1000).take(300, lambda at: np.ones(1000, np.bool_)[at], lambda ids: due[ids])
+    first = due[ids]
+    assert len(np.unique(ids)) == len(ids) > 0
     assert (np.diff(first) < 0).all()
 
 
@@ -280,10 +280,10 @@ def test_a_write_that_fails_but_for_lack_of_room_costs_the_other_datasets_nothin
             rig.progress(session, step, step + 1)
             rig.settle()
             assert rig.readers[session].ready > step, "it waits for the disk"
-    told = rig.core.snapshot()
-    assert told["disk"]["node"]["nbytes"] == 400 * ROOM
-    assert [told["datasets"][name]["disk_objects"] for name in "de"] == [100, 0]
-    assert told["datasets"]["e"]["failed"] == 0
+    snapshot = rig.core.snapshot()
+    assert snapshot["disk"]["node"]["nbytes"] == 400 * ROOM
+    assert [snapshot["datasets"][name]["disk_objects"] for name in "de"] == [100, 0]
+    assert snapshot["datasets"]["e"]["failed"] == 0
 
 
 def test_a_disk_takes_one_byte_per_object_in_the_core() -> None:
@@ -319,16 +319,16 @@ class DiskChaos(Chaos):
             self.rig.disk_room = lambda nbytes: bool(self.rng.random() < 0.9)  # noqa: ARG005
 
     def turn(self) -> None:
-        what = self.rng.random()
-        if what < 0.25:
+        chance = self.rng.random()
+        if chance < 0.25:
             self.rig.write_disk()
-        elif what < 0.26:
+        elif chance < 0.26:
             for held in self.rig.disk.values():
                 for x in [x for x in held if self.rng.random() < 0.1]:
                     del held[x]
-        elif what < 0.3:
+        elif chance < 0.3:
             self.peer()
-        elif what < 0.305:
+        elif chance < 0.305:
             self.rig.disk.clear()
             self.rig.open_disk(0)
             self.rig.to_disk = [a for a in self.rig.to_disk if not isinstance(a, DropFromDisk)]
@@ -376,7 +376,7 @@ def test_random_events_break_no_invariant_and_no_session_hangs(seed: int) -> Non
         chaos.rig.feed(Dropped(name))
         chaos.rig.settle()
         chaos.rig.feed(Unregistered(name))
-    told = chaos.rig.core.snapshot()
-    memory = told["memory"]["node"]
+    snapshot = chaos.rig.core.snapshot()
+    memory = snapshot["memory"]["node"]
     assert memory["free_nbytes"] == int(memory["nbytes"]) - int(memory["withheld_nbytes"])
-    assert told["disk"]["node"]["used_nbytes"] == 0
+    assert snapshot["disk"]["node"]["used_nbytes"] == 0

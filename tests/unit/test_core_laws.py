@@ -182,9 +182,9 @@ def test_jobs_on_two_datasets_told_in_pieces_share_reads_and_sort_seldom(
                 rig.progress(session, now, now + 1)
                 rig.settle()
     rig.core.check()
-    told = rig.core.snapshot()["datasets"]
-    assert {told[name]["policy"] for name in "ab"} == {"far"}
-    assert sum(told[name]["failed"] for name in "ab") == 0  # type: ignore[misc]
+    datasets = rig.core.snapshot()["datasets"]
+    assert {datasets[name]["policy"] for name in "ab"} == {"far"}
+    assert sum(datasets[name]["failed"] for name in "ab") == 0  # type: ignore[misc]
     assert rig.reads < 0.75 * 4 * n * epochs
     assert 0 < len(sorts) <= 16 * 4 * epochs + 4
 
@@ -228,11 +228,11 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
         core.handle(DatasetAdded("d", offset, length, lengths, one_file), 0.0)
         core.handle(SessionOpened(1, Open("d", "", 0, 1, "never")), 0.0)
         for epoch, ids in enumerate(plans):
-            told = PlanExtended(1, epoch, epoch * len(ends), ids.copy(), ends, unplanned=False)
-            asked = [a for a in core.handle(told, 0.0) if isinstance(a, PlanRetention)]
+            event = PlanExtended(1, epoch, epoch * len(ends), ids.copy(), ends, unplanned=False)
+            asked = [a for a in core.handle(event, 0.0) if isinstance(a, PlanRetention)]
         (question,) = asked
         core.handle(RetentionPlanned("d", question.boundary, question.boundary.plan()), 0.0)
-        del question, asked, told
+        del question, asked, event
         taken = tracemalloc.get_traced_memory()[0] - core.plans_nbytes()
     finally:
         tracemalloc.stop()

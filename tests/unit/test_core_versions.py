@@ -37,7 +37,7 @@ class Source:
     version: NDArray[np.int64]
     recent: set[int] = field(default_factory=set)  # files with versions too young
 
-    def told(self, files: NDArray[np.integer], version: NDArray[np.int64]) -> NDArray[np.int64]:
+    def reply(self, files: NDArray[np.integer], version: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the storage's answer to a question about these versions."""
         recent = np.isin(files, list(self.recent))
         out: NDArray[np.int64] = np.where(recent, CHANGING, version[files])
@@ -144,7 +144,7 @@ class Changing(Rig):
         if fetch.origin == HELD:
             return np.array([said for _, said in self.copies.pop(fetch.fetch)])
         source = self.source[fetch.dataset]
-        said = source.told(source.file[fetch.ids], self.read.pop(fetch.fetch))
+        said = source.reply(source.file[fetch.ids], self.read.pop(fetch.fetch))
         self.said |= dict(zip(fetch.ids.tolist(), said.tolist(), strict=True))
         return said
 
@@ -154,7 +154,7 @@ class Changing(Rig):
         source = self.source[check.dataset]
         if self.rng.random() < 0.5:
             version = source.version
-        return self.feed(Checked(number, source.told(check.files, version)))
+        return self.feed(Checked(number, source.reply(check.files, version)))
 
     def look(self) -> None:
         super().look()
@@ -391,28 +391,28 @@ def test_random_changes_give_no_reader_bytes_older_than_its_epoch(seed: int) -> 
     sizes = [100] * n if known and rng.random() < 0.5 else rng.integers(1, 200, n).tolist()
     rig.files("d", sizes, per_file, known=known)
     epoch: dict[int, int] = {}
-    told: dict[int, list[tuple[int, int]]] = {}  # (epoch, first step) not begun
+    started: dict[int, list[tuple[int, int]]] = {}  # (epoch, first step) not begun
     for turn in range(250):
-        what = rng.random()
-        if what < 0.05 and len(epoch) < 3:
+        chance = rng.random()
+        if chance < 0.05 and len(epoch) < 3:
             rig.open(turn, "d", job=f"j{turn % 2}", recheck="epoch")
-            epoch[turn], told[turn] = 0, []
-        elif what < 0.25:
+            epoch[turn], started[turn] = 0, []
+        elif chance < 0.25:
             rig.change(
                 "d", int(rng.integers(len(rig.source["d"].version))), recent=rng.random() < 0.2
             )
-        elif what < 0.5 and rig.fetches:
+        elif chance < 0.5 and rig.fetches:
             rig.land(int(rng.choice(list(rig.fetches))))
-        elif what < 0.7 and rig.checks:
+        elif chance < 0.7 and rig.checks:
             rig.answer(int(rng.choice(list(rig.checks))))
-        elif what < 0.72:
+        elif chance < 0.72:
             rig.now += 30
             rig.feed(Tick())
         elif epoch:
-            step(rig, rng, int(rng.choice(list(epoch))), epoch, told)
+            step(rig, rng, int(rng.choice(list(epoch))), epoch, started)
     for s in list(epoch):
-        while told[s]:
-            begin(rig, s, told)
+        while started[s]:
+            begin(rig, s, started)
         finish(rig, s)
 
 
@@ -432,24 +432,24 @@ def step(
     rng: np.random.Generator,
     s: int,
     epoch: dict[int, int],
-    told: dict[int, list[tuple[int, int]]],
+    started: dict[int, list[tuple[int, int]]],
 ) -> None:
     """Announce an epoch to a session, begin the next announced one, or read on."""
     reader, n = rig.readers[s], len(rig.source["d"].file)
-    if len(told[s]) < 2 and rng.random() < 0.3:
-        told[s].append((epoch[s], len(reader.objects)))
+    if len(started[s]) < 2 and rng.random() < 0.3:
+        started[s].append((epoch[s], len(reader.objects)))
         order = rng.permutation(n)
         rig.extend(s, epoch[s], [order[i : i + 4].tolist() for i in range(0, n, 4)])
         epoch[s] += 1
-    elif told[s] and reader.done == told[s][0][1]:
-        begin(rig, s, told)
+    elif started[s] and reader.done == started[s][0][1]:
+        begin(rig, s, started)
     else:
         rig.progress(s, reader.ready, reader.ready + int(rng.integers(0, 2)))
 
 
-def begin(rig: Changing, s: int, told: dict[int, list[tuple[int, int]]]) -> None:
-    number, first = told[s].pop(0)
-    last = told[s][0][1] if told[s] else len(rig.readers[s].objects)
+def begin(rig: Changing, s: int, started: dict[int, list[tuple[int, int]]]) -> None:
+    number, first = started[s].pop(0)
+    last = started[s][0][1] if started[s] else len(rig.readers[s].objects)
     rig.demand(s, range(first, last))  # steps that become ready by the event count, too
     rig.feed(Begin("", s, number))
 

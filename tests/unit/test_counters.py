@@ -27,18 +27,18 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.fixture
 def words() -> Iterator[SharedWords]:
     fd = sealed_memfd("words", WORDS_NBYTES)
-    one = SharedWords(fd)
+    shared_words = SharedWords(fd)
     os.close(fd)
-    yield one
-    one.close()
+    yield shared_words
+    shared_words.close()
 
 
-def each(one: Counter) -> dict[str, float] | float:
+def each(counter: Counter) -> dict[str, float] | float:
     """Return the report of a counter whose words are all 3 (seconds or a number)."""
-    return dict.fromkeys(one.members, 3.0) if one.members else 3
+    return dict.fromkeys(counter.members, 3.0) if counter.members else 3
 
 
-def told(of: str) -> dict[str, Any]:
+def answer_of(of: str) -> dict[str, Any]:
     """Return the part of `creel stats` that Prometheus reads, with a count in each row of `of`."""
     histogram = {"le": [1.0], "counts": [3, 0], "sum": 3.0}
     row: dict[str, Any] = {c.key: each(c) for c in COUNTERS if c.of == of}
@@ -57,36 +57,36 @@ def told(of: str) -> dict[str, Any]:
 @pytest.mark.parametrize("of", ["tier", "source", "node", "rank"])
 def test_the_prometheus_page_has_every_counter_with_its_kind_and_help(of: str) -> None:
     pytest.importorskip("prometheus_client")
-    page = serve_page("127.0.0.1:0", lambda: told(of))
+    page = serve_page("127.0.0.1:0", lambda: answer_of(of))
     try:
         with urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
     finally:
         page.close()
-    for one in (c for c in COUNTERS if c.of == of):
-        name = one.metric + "_total" * (one.kind == "counter")
-        assert f"# TYPE {name} {one.kind}" in lines
-        assert f"# HELP {name} {one.help}" in lines
+    for counter in (c for c in COUNTERS if c.of == of):
+        name = counter.metric + "_total" * (counter.kind == "counter")
+        assert f"# TYPE {name} {counter.kind}" in lines
+        assert f"# HELP {name} {counter.help}" in lines
         series = [line for line in lines if line.startswith(name) and line.endswith(" 3.0")]
-        assert len(series) >= max(len(one.members), 1)
-        for member in one.members:
-            assert any(f'{one.label}="{member}"' in line for line in series)
+        assert len(series) >= max(len(counter.members), 1)
+        for member in counter.members:
+            assert any(f'{counter.label}="{member}"' in line for line in series)
 
 
 def test_every_counter_of_a_rank_is_a_word_of_its_own_and_told(words: SharedWords) -> None:
-    names = [name for one in OF_RANKS for name in one.words]
+    names = [name for counter in OF_RANKS for name in counter.words]
     assert len(set(names)) == len(names) == len(COUNTER) == len(set(COUNTER.values()))
-    for one in OF_RANKS:
-        for name in one.words:
-            words.add(name, 3 * 10**9 if one.unit == "s" else 3)
-    assert report(words.counters()) == {one.key: each(one) for one in OF_RANKS}
+    for counter in OF_RANKS:
+        for name in counter.words:
+            words.add(name, 3 * 10**9 if counter.unit == "s" else 3)
+    assert report(words.counters()) == {counter.key: each(counter) for counter in OF_RANKS}
 
 
 def test_a_loaders_meter_counts_what_the_table_says_it_writes() -> None:
     counted = set(Meter()) - {"batches"}
-    own = [one for one in OF_RANKS if one.writer in {"meter", "worker"}]
-    assert counted == {name for one in own for name in one.words}
-    assert set(Meter().stats()) == {"batches", *(one.key for one in own)}
+    own = [counter for counter in OF_RANKS if counter.writer in {"meter", "worker"}]
+    assert counted == {name for counter in own for name in counter.words}
+    assert set(Meter().stats()) == {"batches", *(counter.key for counter in own)}
     assert set(CAUSE_OF.values()) <= set(CAUSES)
 
 
@@ -111,7 +111,7 @@ def test_counters_of_workers_reach_the_answer_by_name(words: SharedWords) -> Non
 def test_every_counter_of_a_rank_is_a_column() -> None:
     others = ("decoded_", "overdue")  # a tier, and a line
     ranks = [c for c in COUNTERS if c.of == "rank" and not c.name.startswith(others)]
-    columns = [one.column for one in ranks]
+    columns = [counter.column for counter in ranks]
     assert "" not in columns
     assert set(columns) <= set(view.SESSION_HEADER)
     assert {c.column for c in OF_RANKS if c in ranks} <= set(view.RANK_HEADER)
@@ -124,13 +124,15 @@ def test_every_counter_of_a_rank_is_a_column() -> None:
     assert len(view.top_row(session, None, 1.0)) == len(view.TOP_HEADER)
 
 
-@pytest.mark.parametrize("one", COUNTERS, ids=lambda c: cast(Counter, c).metric)
-def test_the_docs_name_every_counter(one: Counter) -> None:
+@pytest.mark.parametrize("counter", COUNTERS, ids=lambda c: cast(Counter, c).metric)
+def test_the_docs_name_every_counter(counter: Counter) -> None:
     metrics = (DOCS / "metrics.md").read_text()
-    name = one.metric + "_total" * (one.kind == "counter")
+    name = counter.metric + "_total" * (counter.kind == "counter")
     (row,) = re.findall(rf"^\* `{name}`.*(?:\n  .*)*", metrics, re.MULTILINE)
-    labels = {"rank": ["job", "rank"], "node": []}.get(one.of, [one.of])
-    assert [f"`{label}`" in row for label in (*labels, *one.members, one.key)].count(False) == 0
+    labels = {"rank": ["job", "rank"], "node": []}.get(counter.of, [counter.of])
+    assert [f"`{label}`" in row for label in (*labels, *counter.members, counter.key)].count(
+        False
+    ) == 0
 
 
 def test_no_cause_and_no_stage_is_named_twice() -> None:

@@ -76,8 +76,8 @@ def test_raw_files_are_their_bytes(files: list[Path]) -> None:
 @pytest.mark.parametrize("glob", ["**/*", "*.bin", "**/*.bin", "s/*", "?.bin", "[ab].bin", "e"])
 def test_a_root_and_a_glob_are_the_glob_module(files: list[Path], glob: str) -> None:
     root = files[0].parent
-    found = sorted(globbed(glob, root_dir=root, recursive=True))  # noqa: PTH207 - the oracle
-    expected = [str(root / name) for name in found if (root / name).is_file()]
+    names = sorted(globbed(glob, root_dir=root, recursive=True))  # noqa: PTH207 - the oracle
+    expected = [str(root / name) for name in names if (root / name).is_file()]
     assert list(FileDataset(root, glob).paths) == expected
 
 

@@ -36,7 +36,7 @@ def back(sample: object) -> Any:
 def written(sample: object) -> tuple[bytes, bytes]:
     """Return the bytes of a sample's header, and its buffers."""
     node, buffers = encode(sample)
-    return msgspec.msgpack.encode(node), b"".join(bytes(one) for one in buffers)
+    return msgspec.msgpack.encode(node), b"".join(bytes(buffer) for buffer in buffers)
 
 
 def bits(value: Any) -> Any:
@@ -54,7 +54,7 @@ def bits(value: Any) -> Any:
         pixels = value.tobytes(), value.convert("RGBA").tobytes() if value.mode == "P" else b""
         return type(value), value.mode, value.size, pixels, bits(value.info), value.getpalette()
     if isinstance(value, (list, tuple)):
-        return type(value), [bits(one) for one in value]
+        return type(value), [bits(part) for part in value]
     if isinstance(value, dict):
         return "dict", [(bits(k), bits(v)) for k, v in value.items()]
     if isinstance(value, (float, complex)):
@@ -65,11 +65,11 @@ def bits(value: Any) -> Any:
 def image(mode: str, width: int, height: int, seed: int) -> Image.Image:
     row = (width + 7) // 8 if mode == "1" else width * MODES[mode]
     data = np.random.default_rng(seed).bytes(row * height)
-    made = Image.frombytes(mode, (width, height), data)
+    picture = Image.frombytes(mode, (width, height), data)
     if mode in {"P", "PA"}:
-        made.putpalette(np.random.default_rng(seed).bytes(768))
-    made.info = {"dpi": (72, 72.5), "icc_profile": data[:300], "comment": "é"}
-    return made
+        picture.putpalette(np.random.default_rng(seed).bytes(768))
+    picture.info = {"dpi": (72, 72.5), "icc_profile": data[:300], "comment": "é"}
+    return picture
 
 
 arrays = st.one_of(
@@ -91,9 +91,17 @@ images = st.builds(
     image, st.sampled_from([*MODES]), st.integers(1, 9), st.integers(1, 9), st.integers(0, 99)
 )
 plain = st.one_of(
-    *(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), st.text()),
-    *(st.binary(), st.just(b"long" * 100), st.integers(-(1 << 70), 1 << 70)),
-    *(st.builds(np.float32, st.floats(width=32)), st.builds(np.int16, st.integers(0, 9))),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.binary(),
+    st.just(b"long" * 100),
+    st.integers(-(1 << 70), 1 << 70),
+    st.builds(np.float32, st.floats(width=32)),
+    st.builds(np.int16, st.integers(0, 9)),
 )
 samples = st.recursive(
     st.one_of(plain, arrays, tensors, images),
@@ -113,40 +121,40 @@ def test_a_sample_comes_back_the_same(sample: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_image_of_each_mode_comes_back_the_same(mode: str) -> None:
-    made = image(mode, 7, 5, 1)
-    again = back(made)
+    picture = image(mode, 7, 5, 1)
+    again = back(picture)
     assert type(again) is Image.Image
-    assert bits(again) == bits(made)
+    assert bits(again) == bits(picture)
     again.paste(again.crop((1, 1, 2, 2)))  # it may be changed
 
 
 @pytest.mark.parametrize("transparency", [3, bytes(range(256))])
 def test_a_palette_with_transparency_comes_back_the_same(transparency: Any) -> None:
-    made = image("P", 16, 16, 1)
+    picture = image("P", 16, 16, 1)
     file = io.BytesIO()
-    made.save(file, "png", transparency=transparency)
+    picture.save(file, "png", transparency=transparency)
     opened = Image.open(file).copy()
-    made = back(opened)
-    assert made == opened
-    assert made.im.getpalettemode() == opened.im.getpalettemode() == "RGB"
-    assert made.convert("RGBA") == opened.convert("RGBA")
+    picture = back(opened)
+    assert picture == opened
+    assert picture.im.getpalettemode() == opened.im.getpalettemode() == "RGB"
+    assert picture.convert("RGBA") == opened.convert("RGBA")
 
 
 def test_a_tensor_may_have_any_strides() -> None:
-    made = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
-    assert torch.equal(back(made), made)
-    assert back(made).stride() == made.stride()
+    tensor = torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)
+    assert torch.equal(back(tensor), tensor)
+    assert back(tensor).stride() == tensor.stride()
     grey = torch.rand(5, 4, 1).permute(2, 0, 1)
     assert back(grey).stride() == grey.stride()
     last = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     assert back(last).is_contiguous(memory_format=torch.channels_last)
-    part = made.to(torch.int64)[:, :1, ::2]
+    part = tensor.to(torch.int64)[:, :1, ::2]
     assert torch.equal(back(part), part)
     assert torch.equal(back(part.expand(5, 4, 1, 2)), part.expand(5, 4, 1, 2))
 
 
 class Pair(NamedTuple):
-    one: int
+    first: int
 
 
 class Own(np.ndarray[Any, Any]):
@@ -188,10 +196,10 @@ def unkept() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("what", unkept())
-def test_samples_that_would_not_come_back_the_same_are_refused(what: str) -> None:
+@pytest.mark.parametrize("kind", unkept())
+def test_samples_that_would_not_come_back_the_same_are_refused(kind: str) -> None:
     with pytest.raises(UnkeptError):
-        encode(unkept()[what])
+        encode(unkept()[kind])
 
 
 def test_arrays_that_nobody_can_write_may_share_memory() -> None:
@@ -257,7 +265,7 @@ def seeds_of_headers() -> list[tuple[bytes, bytes]]:
     moments = np.array(["2026-11-28"], "<M8[D]"), np.asfortranarray(np.arange(6).reshape(2, 3))
     last = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     given = [plain, numbers, moments, [last, torch.zeros(3, dtype=torch.bfloat16)], b"long" * 99]
-    return [written(one) for one in [*given, *(image(mode, 9, 5, 1) for mode in MODES)]]
+    return [written(sample) for sample in [*given, *(image(mode, 9, 5, 1) for mode in MODES)]]
 
 
 def mutated(header: bytes, rng: np.random.Generator) -> bytes:

@@ -27,7 +27,7 @@ from creel.errors import ConfigError
 from creel.loader.data.binding.bind import bind
 from creel.loader.data.binding.tree import keepings_in, kept_on_top
 from creel.loader.data.datasets.base import CreelDataset, Transformed
-from creel.loader.data.decoded import draws, keeping
+from creel.loader.data.decoded import keeping, rng_use
 from creel.loader.data.interception import intercept
 from creel.loader.data.reading.lease import Lease
 from kit import until
@@ -343,7 +343,7 @@ def test_a_sample_that_is_another_one_when_made_again_is_named_and_not_kept(
         assert len({dataset[0]["x"][1] for _ in range(3)}) == 3
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(said) == 2
-    assert all("sample 0, made twice, is not the same at ['x'][1]" in one for one in said)
+    assert all("sample 0, made twice, is not the same at ['x'][1]" in message for message in said)
 
 
 def test_a_limit_of_nothing_and_creel_disabled_keep_nothing(
@@ -388,7 +388,7 @@ def test_hundreds_of_datasets_are_kept_with_few_descriptors(
         more = len(descriptors() - before)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    assert all(one.keeping.store and one.keeping.store.kept == 1 for one in datasets)
+    assert all(dataset.keeping.store and dataset.keeping.store.kept == 1 for dataset in datasets)
     assert more <= (most // 2 - len(before) + 4 if grouped else 2)
 
 
@@ -440,15 +440,15 @@ def test_members_of_a_tar_are_decoded_once_each_by_its_function(tmp_path: Path) 
                 info = tarfile.TarInfo(f"{i}.{extension}")
                 info.size = 5 + i
                 tar.addfile(info, io.BytesIO(bytes([i]) * info.size))
-    one, other = Decoder(), Decoder()
-    decode = {"a": one, "b": other}
+    first, other = Decoder(), Decoder()
+    decode = {"a": first, "b": other}
     dataset = creel.TarDataset(str(tmp_path / "x.tar"), decode=decode, keep_decoded="1MiB")
     for _ in range(3):
         for i in range(N):
             sample = dataset[i]
             assert sample["c"] == bytes([i]) * (5 + i)
             assert sample["a"].tolist() == sample["b"].tolist() == [5 + i, i, i, i]
-    assert one.calls + other.calls == 2 * N + 1
+    assert first.calls + other.calls == 2 * N + 1
     assert dataset.keeping is not None
     assert not dataset.keeping.complete  # "c" is read as it is
     dataset.decode = {"a": len, "b": hash}
@@ -516,12 +516,12 @@ def test_decoders_of_other_fields_are_other_decoders(paths: list[str]) -> None:
     dataset = creel.FileDataset(paths, decode=a, keep_decoded="1MiB")
     keeping = dataset._keeping
     assert keeping is not None
-    found = []
+    identities = []
     for decoders in ({"x": a, "y": b}, {"y": a, "x": b}):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(dataset), "decoders", decoders)
-            found.append(keeping.identity(dataset))
-    assert found[0] != found[1]
+            identities.append(keeping.identity(dataset))
+    assert identities[0] != identities[1]
 
 
 def test_a_sample_is_read_anew_once_any_of_its_files_has_changed(paths: list[str]) -> None:
@@ -656,9 +656,9 @@ def test_a_draw_is_seen_and_nothing_else(
 ) -> None:
     """Also the second of two numbers that `gauss` makes at once, and under another Python."""
     if not readable:
-        monkeypatch.setattr(draws, "_readable", lambda: False)
+        monkeypatch.setattr(rng_use, "_readable", lambda: False)
     for _ in range(3):
-        seen = draws.Draws(OWN)
+        seen = rng_use.Draws(OWN)
         assert not seen.any()
         draw()
         assert seen.any()

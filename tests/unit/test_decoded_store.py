@@ -47,7 +47,7 @@ def maker(kind: str, folder: Path) -> Make:
         return on_disk
     if kind == "alone":
         return lambda limit=None, samples=N: DecodedStore(new_memory(samples), samples, limit)
-    memory_module._shared.forget()
+    memory_module._shared.reset_for_process()
     return lambda limit=None, samples=N: DecodedStore.of_process(samples, limit)
 
 
@@ -71,8 +71,8 @@ def sample(number: int, version: int = 0, nbytes: int = NBYTES) -> NDArray[np.ui
 
 
 def taken(store: DecodedStore, number: int, version: int = 0) -> Any:
-    found = store.take(number, lambda of: of == version)
-    return None if found is None else found.sample
+    entry = store.take(number, lambda of: of == version)
+    return None if entry is None else entry.sample
 
 
 def memory_of(store: DecodedStore) -> int:
@@ -116,8 +116,8 @@ def test_bytes_that_are_no_sample_are_a_miss(make: Any) -> None:
     for at in range(64):
         kept = os.pread(store.own.fd, 1, first + at)
         os.pwrite(store.own.fd, bytes([kept[0] ^ 0x55]), first + at)
-        found = taken(store, 3)
-        assert found is None or isinstance(found, np.ndarray)
+        sample_read = taken(store, 3)
+        assert sample_read is None or isinstance(sample_read, np.ndarray)
         os.pwrite(store.own.fd, kept, first + at)
     assert np.array_equal(taken(store, 3), sample(3))
 
@@ -130,9 +130,9 @@ def test_the_more_samples_are_the_same_again_the_fewer_are_made_twice(make: Any)
 def test_none_is_a_sample(make: Any) -> None:
     store = make()
     store.put(0, 0, None)
-    found = store.take(0, lambda _: True)
-    assert found is not None
-    assert found.sample is None
+    entry = store.take(0, lambda _: True)
+    assert entry is not None
+    assert entry.sample is None
 
 
 def test_another_version_replaces_a_sample_and_its_memory(make: Any) -> None:
@@ -267,10 +267,10 @@ def work(store: DecodedStore, seed: int) -> None:
     rng = np.random.default_rng(seed)
     while True:
         number, version = int(rng.integers(N)), int(rng.integers(2))
-        found = taken(store, number, version)
-        if found is None:
+        sample_read = taken(store, number, version)
+        if sample_read is None:
             store.put(number, version, sample(number, version))
-        elif not np.array_equal(found, sample(number, version)):
+        elif not np.array_equal(sample_read, sample(number, version)):
             os._exit(7)
         if rng.random() < 0.01:
             store.give_back(3 * NBYTES)
@@ -298,8 +298,8 @@ def test_processes_that_fill_and_read_a_store_see_whole_samples(make: Any, seed:
     assert memory_of(store) <= 1.02 * store.limit + 9 * NBYTES  # what killed writers left
     for number in range(N):
         for version in range(2):
-            found = taken(store, number, version)
-            assert found is None or np.array_equal(found, sample(number, version))
+            sample_read = taken(store, number, version)
+            assert sample_read is None or np.array_equal(sample_read, sample(number, version))
 
 
 @pytest.mark.parametrize("seed", seeds(200))

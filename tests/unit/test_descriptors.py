@@ -19,7 +19,7 @@ from creel.loader.data.tracing.journal import (
 
 
 def open_fds() -> set[str]:
-    return {one.name for one in Path("/proc/self/fd").iterdir()}
+    return {link.name for link in Path("/proc/self/fd").iterdir()}
 
 
 def test_a_descriptor_stays_open_as_long_as_anyone_refers_to_it() -> None:
@@ -46,7 +46,7 @@ def lost(own: Descriptor, path: Path) -> int:
 def test_a_number_that_a_person_has_closed_is_neither_used_nor_closed(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     journal = JournalFile(new_journal())
-    taken = lost(journal.own, theirs)
+    taken = lost(journal.descriptor, theirs)
     assert not TraceJournal(JournalPlace(journal)).append(EndOfTrace())
     assert list(TraceJournal(JournalPlace(journal)).new()) == []
     del journal

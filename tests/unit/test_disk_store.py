@@ -36,8 +36,8 @@ def get(store: DiskStore, name: str, object_id: int, nbytes: int) -> tuple[bytes
     data = memoryview(bytearray(nbytes))
     cuts = [0, nbytes // 3, nbytes // 2, nbytes]
     parts = [data[a:b] for a, b in itertools.pairwise(cuts)]
-    found = store.read(name, object_id, nbytes, parts)
-    return None if found is None else (bytes(data), found[1])
+    entry = store.read(name, object_id, nbytes, parts)
+    return None if entry is None else (bytes(data), entry[1])
 
 
 @pytest.fixture
@@ -146,17 +146,17 @@ class Twin:
         self.store.close()
         self.store = DiskStore(str(self._path), MIB, keep_free=0)
         for name, held in self._held.items():
-            found = self.store.attach(name, 100)[0].tolist()
-            assert set(held) <= set(found)
-            self.store.drop(name, np.array([i for i in found if i not in held], np.int64))
+            ids = self.store.attach(name, 100)[0].tolist()
+            assert set(held) <= set(ids)
+            self.store.drop(name, np.array([i for i in ids if i not in held], np.int64))
 
     def compare(self) -> None:
         self.store.check()
         for name, held in self._held.items():
             for i in range(100):
                 version, nbytes = held.get(i, (0, 100))
-                found = (content(i, nbytes, version), version) if version else None
-                assert get(self.store, name, i, nbytes) == found
+                expected = (content(i, nbytes, version), version) if version else None
+                assert get(self.store, name, i, nbytes) == expected
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -167,8 +167,8 @@ def test_any_sequence_of_operations_gives_right_bytes_and_loses_nothing(
     rng = np.random.default_rng(seed)
     twin = Twin(tmp_path, rng, same=seed % 3 == 0)
     for _ in range(8):
-        for what in rng.choice(4, 8, p=[0.7, 0.15, 0.07, 0.08]).tolist():
-            (twin.write, twin.drop, twin.attach_again, twin.reopen)[what]()
+        for operation in rng.choice(4, 8, p=[0.7, 0.15, 0.07, 0.08]).tolist():
+            (twin.write, twin.drop, twin.attach_again, twin.reopen)[operation]()
         twin.compare()
     twin.store.close()
 
@@ -208,9 +208,9 @@ def test_a_smaller_budget_cuts_off_the_end_and_nothing_else(tmp_path: Path) -> N
     first.close()
     second = DiskStore(str(tmp_path), 2 * MIB, keep_free=0)
     assert data_file(tmp_path).stat().st_size == 2 * MIB
-    found = second.attach("a", 40)[0].tolist()
-    assert len(found) == 2 * MIB // 102_400
-    assert all(get(second, "a", i, 100_000) == (content(i, 100_000), 1) for i in found)
+    ids = second.attach("a", 40)[0].tolist()
+    assert len(ids) == 2 * MIB // 102_400
+    assert all(get(second, "a", i, 100_000) == (content(i, 100_000), 1) for i in ids)
     second.check()
     second.close()
 
@@ -227,11 +227,11 @@ def test_a_flipped_bit_is_a_miss_and_the_others_are_right(tmp_path: Path, seed: 
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ (1 << int(rng.integers(8)))]))
-    found = [get(store, "a", i, 20_000 + i) for i in range(30)]
+    objects = [get(store, "a", i, 20_000 + i) for i in range(30)]
     right = [(content(i, 20_000 + i), 1) for i in range(30)]
-    missed = [i for i in range(30) if found[i] is None]
+    missed = [i for i in range(30) if objects[i] is None]
     assert len(missed) <= 1  # none if it is after an object's end
-    assert all(found[i] == right[i] for i in range(30) if i not in missed)
+    assert all(objects[i] == right[i] for i in range(30) if i not in missed)
     store.check()
     store.close()
 
@@ -266,8 +266,8 @@ def test_a_damaged_index_loses_the_objects_it_names_and_no_byte(tmp_path: Path, 
     index.write_bytes(damaged[: len(damaged) - int(rng.integers(3000))])
     store = DiskStore(str(tmp_path), 4 * MIB, keep_free=0)
     for i in store.attach("a", 100)[0].tolist():
-        found = get(store, "a", i, 30_000)
-        assert found is None or found[0] in {content(i, 30_000, v) for v in range(6)}
+        entry = get(store, "a", i, 30_000)
+        assert entry is None or entry[0] in {content(i, 30_000, v) for v in range(6)}
     store.check()
     store.close()
 
@@ -292,7 +292,7 @@ def test_a_forgotten_dataset_is_not_found_again(tmp_path: Path) -> None:
     store.attach("b", 10)
     put(store, "a", {1: b"one"})
     put(store, "b", {2: b"two"})
-    store.forget("a")
+    store.remove("a")
     store.check()
     store.close()
     store = DiskStore(str(tmp_path), MIB, keep_free=0)
@@ -369,31 +369,31 @@ def test_the_space_that_must_stay_free_limits_the_store(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("what", ["read", "write", "grow"])
+@pytest.mark.parametrize("action", ["read", "write", "grow"])
 def test_an_io_error_ends_the_tier_with_one_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    what: str,
+    action: str,
 ) -> None:
     store = DiskStore(str(tmp_path), MIB, keep_free=0)
     store.attach("a", 10)
-    if what == "read":
+    if action == "read":
         put(store, "a", dict.fromkeys(range(10), b"lost"))
 
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(folder.DataFile, what, broken)
+    monkeypatch.setattr(folder.DataFile, action, broken)
     for i in range(10):
-        if what == "read":
+        if action == "read":
             assert get(store, "a", i, 4) is None
         assert put(store, "a", {i: b"lost"}) == [False]
     monkeypatch.undo()
     assert get(store, "a", 0, 4) is None
     assert store.nbytes == 0
     assert [r.message for r in caplog.records] == [
-        f"the disk tier is switched off: the disk cannot {what} ([Errno 5] Input/output error)"
+        f"the disk tier is switched off: the disk cannot {action} ([Errno 5] Input/output error)"
     ]
     store.close()
 
@@ -414,10 +414,10 @@ def test_intact_entries_are_those_a_walk_through_the_journal_leaves(seed: int) -
     for i, e in enumerate(entries):
         if (painted[e["start"] : e["start"] + e["units"]] == i).all():
             latest[int(e["object"])] = i
-    found = intact(entries, 140)
-    assert set(latest.values()) <= set(found["serial"].tolist()) or all(
-        found["serial"][found["object"] == o][0] >= i for o, i in latest.items()
+    entries_left = intact(entries, 140)
+    assert set(latest.values()) <= set(entries_left["serial"].tolist()) or all(
+        entries_left["serial"][entries_left["object"] == o][0] >= i for o, i in latest.items()
     )
-    covered = np.concatenate([np.arange(e["start"], e["start"] + e["units"]) for e in found])
+    covered = np.concatenate([np.arange(e["start"], e["start"] + e["units"]) for e in entries_left])
     assert len(np.unique(covered)) == len(covered)
-    assert len(np.unique(found["object"])) == len(found)
+    assert len(np.unique(entries_left["object"])) == len(entries_left)

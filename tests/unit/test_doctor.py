@@ -34,8 +34,8 @@ def no_daemon(_: str) -> dict[str, Any]:
 
 def checked(name: str, ask: Callable[[str], dict[str, Any]] = no_daemon) -> Any:
     """Return the doctor's findings of one name."""
-    (found,) = (one for one in doctor.checks(Config(), ask) if one.name == name)
-    return found
+    (check,) = (finding for finding in doctor.checks(Config(), ask) if finding.name == name)
+    return check
 
 
 def test_a_checkout_without_an_installation_knows_its_version(
@@ -93,7 +93,7 @@ def test_the_threads_of_a_rank_are_those_that_its_launcher_has_set(
     child = subprocess.Popen(["/bin/sleep", "60"], env={"OMP_NUM_THREADS": "77"})
     try:
         monkeypatch.setitem(SESSION, "pid", child.pid)
-        assert "OMP_NUM_THREADS=77" in checked("OMP threads", daemon.ask).found
+        assert "OMP_NUM_THREADS=77" in checked("OMP threads", daemon.ask).state
     finally:
         child.kill()
         child.wait()
@@ -104,7 +104,7 @@ def test_two_daemons_of_one_user_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(doctor, "daemon_pids", lambda: iter([3, 4]))
     check = checked("daemons")
     assert check.level == "warn"
-    assert "pids 3, 4" in check.found
+    assert "pids 3, 4" in check.state
 
 
 @pytest.mark.parametrize(
@@ -123,11 +123,11 @@ def test_a_proc_that_tells_of_other_processes_or_nothing_is_bad(
 ) -> None:
     """Then no daemon can be found, and nothing is said of one."""
     monkeypatch.setattr(Path, "readlink", lambda _: Path("1"))
-    found = list(doctor.checks(Config(), no_daemon))
-    assert (found[-1].name, found[-1].level) == ("/proc", "bad")
-    assert "another PID namespace (pid 1)" in found[-1].found
+    findings = list(doctor.checks(Config(), no_daemon))
+    assert (findings[-1].name, findings[-1].level) == ("/proc", "bad")
+    assert "another PID namespace (pid 1)" in findings[-1].state
     monkeypatch.setattr(Path, "readlink", mock.Mock(side_effect=FileNotFoundError))
-    assert checked("/proc").found == "not mounted"
+    assert checked("/proc").state == "not mounted"
 
 
 def test_another_package_that_is_imported_as_creel_is_found(
@@ -136,7 +136,7 @@ def test_another_package_that_is_imported_as_creel_is_found(
     have = {"creel-data": VERSION, "creel": "9.9"}
     monkeypatch.setattr(doctor, "_version", lambda name: have.get(name, "-"))
     check = checked("package")
-    assert (check.level, "creel 9.9" in check.found) == ("warn", True)
+    assert (check.level, "creel 9.9" in check.state) == ("warn", True)
     assert check.remedy.startswith("pip uninstall creel, then")
     del have["creel"]
     assert checked("package") == Finding("package", "ok", f"creel-data {VERSION}")
@@ -149,8 +149,8 @@ def test_env_names_versions_and_our_variables(
     monkeypatch.setenv("CREEL_CLUSTER_KEY", "0123456789abcdef")
     assert main.main(["env", "--json"]) == 0
     out = capsys.readouterr().out
-    told = json.loads(out)
-    assert told["CREEL_LOG_LEVEL"] == "debug"
-    assert "CREEL_CLUSTER_KEY" in told
+    answer = json.loads(out)
+    assert answer["CREEL_LOG_LEVEL"] == "debug"
+    assert "CREEL_CLUSTER_KEY" in answer
     assert "0123456789abcdef" not in out
-    assert told["python"] == sys.version.split()[0]
+    assert answer["python"] == sys.version.split()[0]

@@ -26,8 +26,8 @@ from testbed.s3_server import S3
 FILES = [{"dataset": "d", "objects": 1000, "nbytes": 100_000_000}]
 
 
-def _warns(found: Finding, remedy: str) -> bool:
-    return found.level == "warn" and remedy in found.remedy
+def _warns(finding: Finding, remedy: str) -> bool:
+    return finding.level == "warn" and remedy in finding.remedy
 
 
 def test_more_workers_than_processors() -> None:
@@ -49,8 +49,8 @@ def test_more_workers_than_processors() -> None:
 def test_threads_of_ranks_that_share_processors(
     env: dict[str, str], ranks: int, remedy: str
 ) -> None:
-    found = running.threads(env, 8.0, ranks)
-    assert (found.level != "ok", remedy in found.remedy) == (bool(remedy), True)
+    finding = running.threads(env, 8.0, ranks)
+    assert (finding.level != "ok", remedy in finding.remedy) == (bool(remedy), True)
 
 
 def test_a_budget_below_two_batches() -> None:
@@ -62,17 +62,22 @@ def test_a_budget_below_two_batches() -> None:
 def test_a_dataset_that_opens_its_own_files_and_waits_for_them() -> None:
     assert running.opened([SESSION]).level == "ok"
     remedies = {"own_file": "/data/1", "own_remedy": "try it"}
-    found = running.opened([SESSION, SESSION | remedies, SESSION | remedies])
-    assert _warns(found, "try it")
-    assert found.remedy.count("try it") == 1
-    assert found.found.endswith("itself: pid 70 for /data/1, pid 70 for /data/1")
+    finding = running.opened([SESSION, SESSION | remedies, SESSION | remedies])
+    assert _warns(finding, "try it")
+    assert finding.remedy.count("try it") == 1
+    assert finding.state.endswith("itself: pid 70 for /data/1, pid 70 for /data/1")
 
 
 def test_all_that_a_daemon_tells_is_looked_at() -> None:
     session = SESSION | {"workers": 99, "own_file": "/data/1", "own_remedy": "try it"}
     stats = {"sessions": [session], "memory": {"budget_nbytes": 1}}
-    found = {one.name: one.level for one in running.looks(stats, FILES, {}, 2.0)}
-    assert found == {"workers": "warn", "OMP threads": "ok", "batches": "warn", "own files": "warn"}
+    levels = {finding.name: finding.level for finding in running.findings(stats, FILES, {}, 2.0)}
+    assert levels == {
+        "workers": "warn",
+        "OMP threads": "ok",
+        "batches": "warn",
+        "own files": "warn",
+    }
 
 
 JOB = "0::/system.slice/slurmstepd.scope/job_{}/step_0/user/task_0\n"
@@ -88,8 +93,8 @@ JOB = "0::/system.slice/slurmstepd.scope/job_{}/step_0/user/task_0\n"
     ],
 )
 def test_a_daemon_in_the_wrong_cgroup(ours: str, its: str, said: str) -> None:
-    found = running.cgroup(ours, its)
-    assert (found.level, said in found.found) == ("warn" if said else "ok", True)
+    finding = running.cgroup(ours, its)
+    assert (finding.level, said in finding.state) == ("warn" if said else "ok", True)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_a_daemon_in_the_wrong_cgroup(ours: str, its: str, said: str) -> None:
     ],
 )
 def test_a_metrics_page_that_others_reach_is_named(address: str, level: str) -> None:
-    (page,) = exposed.looks(Config(daemon=DaemonSettings(metrics=address)), {})
+    (page,) = exposed.findings(Config(daemon=DaemonSettings(metrics=address)), {})
     assert (page.level, "no password" in page.remedy) == (level, level == "warn")
 
 
@@ -112,8 +117,8 @@ def test_a_key_that_others_may_read_is_named(tmp_path: Path, mode: int | None, l
     if mode is not None:
         key.touch(mode)
         key.chmod(mode)
-    (found,) = exposed.looks(Config(cluster=ClusterSettings(key_file=str(key))), {})
-    assert found.level == level
+    (finding,) = exposed.findings(Config(cluster=ClusterSettings(key_file=str(key))), {})
+    assert finding.level == level
 
 
 @pytest.mark.parametrize(
@@ -131,9 +136,11 @@ def test_a_key_that_others_may_read_is_named(tmp_path: Path, mode: int | None, l
 def test_what_travels_in_the_clear_is_named(
     cluster: dict[str, Any], env: dict[str, str], name: str, level: str
 ) -> None:
-    found = list(exposed.looks(Config(cluster=ClusterSettings(**cluster)), env))
-    assert [(one.name, one.level) for one in found] == ([(name, level)] if name else [])
-    assert "secret" not in str(found)
+    findings = list(exposed.findings(Config(cluster=ClusterSettings(**cluster)), env))
+    assert [(finding.name, finding.level) for finding in findings] == (
+        [(name, level)] if name else []
+    )
+    assert "secret" not in str(findings)
 
 
 def test_a_full_dev_shm() -> None:
@@ -148,15 +155,17 @@ def test_storage_that_is_slow_at_metadata_or_has_another_time(tmp_path: Path) ->
     (tmp_path / "a").write_bytes(b"x" * 100)
     ahead = time.time() + 3600
     os.utime(tmp_path / "a", (ahead, ahead))
-    found = {one.name: one for one in dataset.looks(str(tmp_path), "", time.time())}
-    assert found["metadata"].level == "ok"
-    assert _warns(found["clock"], "NTP")
-    assert "3,600.0 s in the future" in found["clock"].found
+    findings = {
+        finding.name: finding for finding in dataset.findings(str(tmp_path), "", time.time())
+    }
+    assert findings["metadata"].level == "ok"
+    assert _warns(findings["clock"], "NTP")
+    assert "3,600.0 s in the future" in findings["clock"].state
 
 
 def test_a_folder_without_files_does_not_work(tmp_path: Path) -> None:
-    (found,) = dataset.looks(str(tmp_path / "gone"), "", 0.0)
-    assert (found.level, found.remedy) == ("bad", "name another path")
+    (finding,) = dataset.findings(str(tmp_path / "gone"), "", 0.0)
+    assert (finding.level, finding.remedy) == ("bad", "name another path")
 
 
 def test_looking_at_files_ends_in_time_however_many_a_folder_has(
@@ -194,11 +203,11 @@ def test_a_disk_tier_slower_than_what_it_stands_for(tmp_path: Path) -> None:
     assert dataset.tier(1e9, 0.9e9).level == "ok", "one disk, measured twice"
     assert _warns(dataset.tier(3e9, 1e8), "name a faster disk")
     (tmp_path / "a").write_bytes(b"x" * 1000)
-    *_, found = dataset.looks(str(tmp_path / "a"), str(tmp_path), time.time())
-    assert "/s, the dataset's storage" in found.found
-    assert [one.name for one in tmp_path.iterdir()] == ["a"], "what it wrote is gone"
-    *_, found = dataset.looks(str(tmp_path / "a"), str(tmp_path / "nowhere"), time.time())
-    assert _warns(found, "check disk.path")
+    *_, finding = dataset.findings(str(tmp_path / "a"), str(tmp_path), time.time())
+    assert "/s, the dataset's storage" in finding.state
+    assert [path.name for path in tmp_path.iterdir()] == ["a"], "what it wrote is gone"
+    *_, finding = dataset.findings(str(tmp_path / "a"), str(tmp_path / "nowhere"), time.time())
+    assert _warns(finding, "check disk.path")
 
 
 @pytest.mark.parametrize(
@@ -206,8 +215,8 @@ def test_a_disk_tier_slower_than_what_it_stands_for(tmp_path: Path) -> None:
     [(1, 1e5, ""), (4, 1e5, "-c 1"), (1, 1e9, "-c 8"), (8, 1e9, ""), (None, 1e5, "install lfs")],
 )
 def test_stripes_on_lustre(count: int | None, nbytes: float, remedy: str) -> None:
-    found = dataset.stripes(count, nbytes)
-    assert (found.level != "ok", remedy in found.remedy) == (bool(remedy), True)
+    finding = dataset.stripes(count, nbytes)
+    assert (finding.level != "ok", remedy in finding.remedy) == (bool(remedy), True)
 
 
 def test_stripes_are_those_that_lfs_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +228,10 @@ def test_stripes_are_those_that_lfs_tells(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     kinds = {f"{tmp_path.resolve() / 'a'}/": "lustre"}
     monkeypatch.setattr(page_cache, "kind_of", lambda path: kinds.get(path, ""))
-    found = {one.name: one for one in dataset.looks(str(tmp_path / "a"), "", time.time())}
-    assert found["Lustre"].found.startswith("4 stripes")
+    findings = {
+        finding.name: finding for finding in dataset.findings(str(tmp_path / "a"), "", time.time())
+    }
+    assert findings["Lustre"].state.startswith("4 stripes")
 
 
 def test_a_bucket_is_listed_or_it_is_said_why_not(
@@ -232,12 +243,12 @@ def test_a_bucket_is_listed_or_it_is_said_why_not(
     try:
         for name, value in s3.env.items():
             monkeypatch.setenv(name, value)
-        (found,) = dataset.looks("s3://bucket/", "", 0.0)
-        assert (found.level, found.found) == ("ok", "1 files")
+        (finding,) = dataset.findings("s3://bucket/", "", 0.0)
+        assert (finding.level, finding.state) == ("ok", "1 files")
         s3.keys.clear()
-        (found,) = dataset.looks("s3://bucket/", "", 0.0)
-        assert found.level == "bad"
-        assert "AWS_ACCESS_KEY_ID" in found.remedy
+        (finding,) = dataset.findings("s3://bucket/", "", 0.0)
+        assert finding.level == "bad"
+        assert "AWS_ACCESS_KEY_ID" in finding.remedy
     finally:
         s3.close()
 
@@ -245,8 +256,8 @@ def test_a_bucket_is_listed_or_it_is_said_why_not(
 def test_a_server_that_cannot_be_reached_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if requests to it would be repeated for longer than the doctor waits."""
     monkeypatch.setattr(dataset, "_ANSWER_S", 0.2)
-    (found,) = dataset.looks("http://127.0.0.1:1/data", "", 0.0)
-    assert (found.level, "proxies" in found.remedy) == ("bad", True)
+    (finding,) = dataset.findings("http://127.0.0.1:1/data", "", 0.0)
+    assert (finding.level, "proxies" in finding.remedy) == ("bad", True)
 
 
 def test_a_listing_that_does_not_end_in_time_is_no_answer() -> None:
@@ -266,8 +277,8 @@ def test_a_listing_that_does_not_end_in_time_is_no_answer() -> None:
     ],
 )
 def test_each_refusal_of_a_store_has_its_remedy(reason: str, remedy: str) -> None:
-    found = dataset.remote(reason, None)
-    assert (found.level, remedy in found.remedy) == ("bad", True)
+    finding = dataset.remote(reason, None)
+    assert (finding.level, remedy in finding.remedy) == ("bad", True)
 
 
 def test_another_node_is_measured_or_it_is_said_why_not() -> None:
@@ -304,6 +315,6 @@ def test_the_network_between_nodes_is_judged() -> None:
     assert way.level == "ok"
     slow, clock = nodes.judge(nodes.NodeAnswer("n1", Bps=1e7, ahead_s=-30))
     assert _warns(slow, "the fast network")
-    assert clock.found == "the clock of n1 is 30.0 s behind"
+    assert clock.state == "the clock of n1 is 30.0 s behind"
     (blocked,) = nodes.judge(nodes.NodeAnswer("n1", "not reached at port 9"))
     assert (blocked.level, "firewall" in blocked.remedy) == ("bad", True)

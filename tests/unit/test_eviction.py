@@ -66,7 +66,7 @@ def test_the_next_use_is_what_a_scan_of_all_plans_finds(seed: int, repeats: bool
     rng = np.random.default_rng(seed)
     objects, steps, batch, ranks = 60, 5, 4, int(rng.integers(1, 4))
     uses = NextUses(objects)
-    told: dict[int, list[set[int]]] = {}  # step -> ids by rank
+    reads: dict[int, list[set[int]]] = {}  # step -> ids by rank
     for epoch in range(3):
         whole = plan(rng, objects, steps, batch * ranks, repeats=repeats and epoch > 0)
         for rank in range(ranks):
@@ -77,13 +77,13 @@ def test_the_next_use_is_what_a_scan_of_all_plans_finds(seed: int, repeats: bool
             uses.extend(epoch, numbers[:cut], flat[:cut])
             uses.extend(epoch, numbers[cut:], flat[cut:])
             for i, ids in enumerate(mine):
-                told.setdefault(epoch * steps + i, []).append(set(ids.tolist()))
+                reads.setdefault(epoch * steps + i, []).append(set(ids.tolist()))
     for step in range(3 * steps):
         expected = np.full(objects, NEVER)
         for later in range(3 * steps - 1, step - 1, -1):
-            expected[list(set().union(*told[later]))] = later
+            expected[list(set().union(*reads[later]))] = later
         assert (uses.due[:] == expected).all()
-        for read in told[step]:
+        for read in reads[step]:
             at = np.full(len(read), step, np.int32)
             uses.consume(step // steps, np.array(sorted(read)), at)
 
@@ -96,7 +96,7 @@ def test_epochs_told_far_ahead_cost_no_table_each() -> None:
     assert uses.due[:][:8].tolist() == [*range(7), NEVER]  # the next use is known all the same
     assert uses.distinct(0)
     assert not uses.distinct(59)  # unknown for an epoch without a table
-    uses.forget(50)
+    uses.drop_before(50)
     uses.extend(59, np.array([60], np.int32), np.array([3]))
     assert not uses.distinct(59)  # and for one that is known in part
 
@@ -248,11 +248,11 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
     policy = FarthestNextUse(state, pins, jobs, lambda: lines)
 
     def due(x: int) -> float:
-        found = []
+        moments = []
         for uses, (a, b) in zip(jobs, lines, strict=True):
             step = int(uses.due[:][x])
-            found.append(a * (uses.beyond if step == NEVER else step) + b)
-        return min(found)
+            moments.append(a * (uses.beyond if step == NEVER else step) + b)
+        return min(moments)
 
     ends = [uses.beyond for uses in jobs]
     for step in range(40):
@@ -263,10 +263,10 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
         assert [uses.beyond for uses in jobs] == ends
         need = int(rng.integers(step, 3 * n))
         out = policy.victims(int(rng.integers(0, 4)), need).tolist()
-        rest = [x for x in np.flatnonzero(state == RESIDENT).tolist() if x not in out]
+        others = [x for x in np.flatnonzero(state == RESIDENT).tolist() if x not in out]
         assert all(due(x) > need for x in out)
         if out:
-            assert min(int(due(x)) for x in out) >= max((int(due(x)) for x in rest), default=0)
+            assert min(int(due(x)) for x in out) >= max((int(due(x)) for x in others), default=0)
         state[out] = ABSENT
 
 

@@ -70,8 +70,9 @@ class Shell:
         """Copy all files to these places."""
         read = self.read()
         with self.fetcher.landing(read):
-            room = np.array(place), self.length, 0.0, runs or {}, HELD
-            self.fetcher.submit(FetchObjects(8, "d", self.ids, *room))
+            self.fetcher.submit(
+                FetchObjects(8, "d", self.ids, np.array(place), self.length, 0.0, runs or {}, HELD)
+            )
         event: Fetched = self.done.get(timeout=20)
         with self.fetcher.landing(event):
             assert self.fetcher.held_nbytes() == self.fetcher.pending == 0
@@ -101,8 +102,8 @@ def test_sources_are_closed_by_whoever_made_them(tmp_path: Path) -> None:
     peer = mock.Mock(spec=PeerSource, close=lambda: closed.append("peer"))
     fetcher = Fetcher(shell.arena, shell.done.put, lambda origin, dataset: peer, threads=4)  # noqa: ARG005
     fetcher.add("d", shell.source)
-    one = np.ones(1, np.int64)
-    fetcher.submit(FetchObjects(9, "d", shell.ids[:1], one, one, 0.0, origin=5))
+    ones = np.ones(1, np.int64)
+    fetcher.submit(FetchObjects(9, "d", shell.ids[:1], ones, ones, 0.0, origin=5))
     shell.done.get(timeout=20)
     fetcher.remove("d")
     assert closed == ["peer"]
@@ -144,13 +145,14 @@ def test_an_object_in_several_runs_is_written_as_readers_read_it(
     if held:
         assert shell.copy(place, runs).nbytes.tolist() == [100]
     else:
-        room = np.array(place), shell.length, 0.0, runs
-        shell.fetcher.submit(FetchObjects(7, "d", shell.ids, *room))
+        shell.fetcher.submit(
+            FetchObjects(7, "d", shell.ids, np.array(place), shell.length, 0.0, runs)
+        )
         assert shell.done.get(timeout=20).nbytes.tolist() == [100]
-    found = pieces(shell.arena.view, chained(4096), 100)
-    assert found is not None
-    assert [len(piece) for piece in found] == [48, 48, 4]
-    assert b"".join(found) == data
+    parts = pieces(shell.arena.view, chained(4096), 100)
+    assert parts is not None
+    assert [len(piece) for piece in parts] == [48, 48, 4]
+    assert b"".join(parts) == data
     shell.fetcher.close()
 
 
@@ -215,8 +217,9 @@ def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read(origin: int) 
     fetcher.add("d", source)
     for number in (1, 2, 3):
         ids, ones = np.arange(2000, dtype=np.int32), np.ones(2000, np.int64)
-        room = ids, np.arange(2000), ones
-        fetcher.submit(FetchObjects(number, "d", *room, float(number), origin=origin))
+        fetcher.submit(
+            FetchObjects(number, "d", ids, np.arange(2000), ones, float(number), origin=origin)
+        )
     assert begun.wait(60)
     fetcher.cancel(CancelFetches("d", frozenset({1, 2, 9})))
     assert (answer := done.get(timeout=60)).fetch == 2
@@ -233,26 +236,26 @@ def test_fetches_from_a_peer_that_is_gone_fail_at_once(monkeypatch: pytest.Monke
     """Both those that a thread waits for and those that wait for a thread."""
     monkeypatch.setattr("creel.daemon.peers.link.CONNECT_S", 120.0)  # they do not wait for that
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    made: list[PeerSource] = []
+    peers: list[PeerSource] = []
 
     with socket.create_server(("127.0.0.1", 0)) as silent, closing(Arena.create(8192)) as arena:
 
         def peer(origin: int, dataset: str) -> PeerSource:
-            who = Credentials("me", "cluster", bytes(32), encrypt=False)
-            made.append(PeerSource(silent.getsockname(), str(origin), dataset, who))
-            return made[-1]
+            credentials = Credentials("me", "cluster", bytes(32), encrypt=False)
+            peers.append(PeerSource(silent.getsockname(), str(origin), dataset, credentials))
+            return peers[-1]
 
         fetcher = Fetcher(arena, done.put, peer, threads=4)
         numbers = range(20)
         for i in numbers:
             ids, ones = np.arange(10, dtype=np.int32), np.ones(10, np.int64)
             fetcher.submit(FetchObjects(i, "d", ids, np.arange(10), ones, float(i), origin=i % 2))
-        until(lambda: len(made) == 2)
+        until(lambda: len(peers) == 2)
         fetcher.remove_peer(0)
         fetcher.remove_peer(1)
         answers = [done.get(timeout=60) for _ in numbers]
         assert {a.fetch for a in answers} == set(numbers)
         assert all((a.nbytes == -1).all() for a in answers)
         fetcher.submit(FetchObjects(99, "d", ids, np.arange(10), ones, 0.0, origin=0))
-        until(lambda: len(made) == 3, what="the number stands for another peer")
+        until(lambda: len(peers) == 3, event="the number stands for another peer")
         end(fetcher)

@@ -60,7 +60,7 @@ def before(dataset: Any) -> FileList | None:
 def test_a_list_that_is_longer_than_a_first_batch_may_wait_is_left_to_recording(
     files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = Held(lambda one, i: [one.paths[i]], paths=files)
+    dataset = Held(lambda held, i: [held.paths[i]], paths=files)
     assert before(dataset) is not None
     monkeypatch.setattr(file_lists, "_MOST", N - 1)
     assert before(dataset) is None
@@ -177,9 +177,9 @@ def test_lists_of_whole_paths_are_known_before_any_sample_was_read(
 ) -> None:
     dataset = PLAIN[form](files)
     expected = [path for i in range(N) for path in dataset.opened(i)]
-    for found in (before(dataset), after(dataset, dataset.opened)):
-        assert found is not None
-        assert found.addresses == expected
+    for file_list in (before(dataset), after(dataset, dataset.opened)):
+        assert file_list is not None
+        assert file_list.addresses == expected
 
 
 @pytest.mark.parametrize("form", SOLVED)
@@ -187,27 +187,27 @@ def test_names_made_of_columns_are_known_once_some_samples_were_read(
     form: str, files: list[str]
 ) -> None:
     dataset = SOLVED[form](files)
-    found = after(dataset, dataset.opened)
-    assert found is not None
-    assert found.addresses == [path for i in range(N) for path in dataset.opened(i)]
+    file_list = after(dataset, dataset.opened)
+    assert file_list is not None
+    assert file_list.addresses == [path for i in range(N) for path in dataset.opened(i)]
 
 
 def test_relative_paths_are_those_of_the_working_directory(
     files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(root(files))
-    found = before(Held(lambda d, i: [d.names[i]], names=names(files)))
-    assert found is not None
-    assert found.addresses == files
+    file_list = before(Held(lambda d, i: [d.names[i]], names=names(files)))
+    assert file_list is not None
+    assert file_list.addresses == files
 
 
 def test_a_subset_has_the_files_of_its_indices(files: list[str]) -> None:
     whole = Held(lambda d, i: [d.paths[i]], paths=files)
     for inner in (Subset(whole, range(0, N, 2)), random_split(whole, [8, 16])[1]):
         some = Subset(inner, list(range(len(inner)))[::-1])
-        found = before(some)
-        assert found is not None
-        assert found.addresses == [
+        file_list = before(some)
+        assert file_list is not None
+        assert file_list.addresses == [
             files[inner.indices[len(inner) - 1 - i]] for i in range(len(inner))
         ]
 
@@ -245,9 +245,9 @@ def test_samples_that_a_list_does_not_tell_of_solve_nothing(files: list[str]) ->
 
 def test_a_file_that_all_samples_open_is_one_of_each(files: list[str]) -> None:
     dataset = Held(lambda d, i: [files[0], d.paths[i]], paths=files)
-    found = after(dataset, dataset.opened)
-    assert found is not None
-    assert found.addresses == [path for i in range(N) for path in (files[0], files[i])]
+    file_list = after(dataset, dataset.opened)
+    assert file_list is not None
+    assert file_list.addresses == [path for i in range(N) for path in (files[0], files[i])]
 
 
 class Hostile:
@@ -315,9 +315,9 @@ def test_no_code_of_the_dataset_runs(files: list[str]) -> None:
     assert before(dataset) is None
     assert after(dataset, lambda i: [files[i]]) is None
     vars(dataset)["real"] = files
-    found = before(dataset)
-    assert found is not None
-    assert found.addresses == files
+    file_list = before(dataset)
+    assert file_list is not None
+    assert file_list.addresses == files
     assert Hostile.asked == []
 
 

@@ -11,7 +11,7 @@ from creel.policies.cluster.boundary import SOURCE, ClusterView
 from creel.policies.cluster.first_readers import FirstReaders
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.replay_passes import Passes
 from kit import cluster_view
 
 N, WORLD = 60, 3
@@ -69,16 +69,16 @@ def test_an_object_is_asked_for_once_its_first_reader_has_read_it() -> None:
     readers = planned(0)
     steps = [readers.awaited(IDS, 1, left) for left in range(ORDER.steps, -1, -1)]
     assert steps[-1] is None
-    waiting = [int(np.count_nonzero(one)) for one in steps[:-1] if one is not None]
+    waiting = [int(np.count_nonzero(step)) for step in steps[:-1] if step is not None]
     assert waiting == [N - ORDER.batch * WORLD * (k + 1) for k in range(ORDER.steps)]
     assert readers.awaited(IDS, 2, ORDER.steps) is None
 
 
 def test_later_epochs_and_rows_of_a_memory_have_no_other_first_readers() -> None:
     new, rows = np.arange(30, 60, dtype=np.int32), np.arange(10, dtype=np.int32)
-    among = SampleObjects(np.concatenate([new, rows]))
+    object_of = SampleObjects(np.concatenate([new, rows]))
     replays = JobReplays(Passes(len(rows), 2, WORLD, 5), 0)
-    first = JobOrder(len(new), WORLD, len(new) // WORLD, 5, 3, among=among, replays=replays)
+    first = JobOrder(len(new), WORLD, len(new) // WORLD, 5, 3, object_of=object_of, replays=replays)
     readers = planned(1, first)
     homes, by_hash = Homes([view_of(1)], readers), Homes([view_of(1)])
     before = homes.origins(IDS)
@@ -130,14 +130,14 @@ def test_a_daemon_in_the_place_of_another_one_takes_over_what_its_peers_know() -
 
 
 def test_nodes_that_were_told_of_other_epochs_first_find_out_and_agree() -> None:
-    one, other = planned(0), planned(1, ORDER._replace(seed=8))
-    mark = one.digest
+    first, other = planned(0), planned(1, ORDER._replace(seed=8))
+    mark = first.digest
     assert mark is not None
     assert other.digest is not None
     assert mark[:2] == other.digest[:2]
     assert mark != other.digest
     other.doubt(mark.seed)
-    plan = one.share(mark.seed)
+    plan = first.share(mark.seed)
     assert plan is not None
     other.take_plan(plan)
     assert other.digest == mark

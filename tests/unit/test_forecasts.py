@@ -64,11 +64,11 @@ def test_a_wait_that_is_to_come_is_told_with_its_beginning() -> None:
 
 
 def test_each_stream_has_its_own_wait() -> None:
-    told = Forecasts(64.0)
-    rows(session(1, 50, 20.0, 5.0), session(0, 50, 2.0, 0.0), judged=told)
-    assert told.waits_s == pytest.approx({1: 0.0, 2: 0.1})
-    rows(judged=told)
-    assert told.waits_s == {}
+    forecasts = Forecasts(64.0)
+    rows(session(1, 50, 20.0, 5.0), session(0, 50, 2.0, 0.0), judged=forecasts)
+    assert forecasts.waits_s == pytest.approx({1: 0.0, 2: 0.1})
+    rows(judged=forecasts)
+    assert forecasts.waits_s == {}
 
 
 def test_no_number_of_workers_is_named_where_cores_do_not_suffice() -> None:
@@ -81,9 +81,9 @@ def test_a_loader_keeps_its_workers_between_two_epochs() -> None:
     """At that moment none run: it was told to take two, which it has."""
     between = session(0, 50, 20.0, 5.0) | {"workers": 0}
     assert rows(between) == [], "nobody knows how many they were"
-    told = Forecasts(2.0)
-    assert rows(session(0, 50, 20.0, 5.0), judged=told) == rows(between, judged=told)
-    ((_, text),) = rows(between, judged=told)
+    forecasts = Forecasts(2.0)
+    assert rows(session(0, 50, 20.0, 5.0), judged=forecasts) == rows(between, judged=forecasts)
+    ((_, text),) = rows(between, judged=forecasts)
     assert "num_workers" not in text
 
 

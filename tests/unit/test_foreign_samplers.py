@@ -167,9 +167,9 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def made(arguments: Any, workers: int, *, persistent: bool = False) -> Loader:
-    how: Any = {"num_workers": workers, "persistent_workers": persistent}
-    return DataLoader(Echo(0), collate_fn=same, **arguments, **how)
+def loader_of(arguments: Any, workers: int, *, persistent: bool = False) -> Loader:
+    options: Any = {"num_workers": workers, "persistent_workers": persistent}
+    return DataLoader(Echo(0), collate_fn=same, **arguments, **options)
 
 
 def count_epochs(loader: Loader, epoch: int) -> None:
@@ -183,7 +183,7 @@ def count_epochs(loader: Loader, epoch: int) -> None:
 def test_a_custom_sampler_is_predicted_where_that_is_asked_for(
     name: str, workers: int, persistent: bool
 ) -> None:
-    theirs, mine = (made(OWN[name](), workers, persistent=persistent) for _ in range(2))
+    theirs, mine = (loader_of(OWN[name](), workers, persistent=persistent) for _ in range(2))
     seed_all(1)
     want = []
     for epoch in range(4):
@@ -219,7 +219,7 @@ def test_a_custom_sampler_is_predicted_where_that_is_asked_for(
 def test_a_custom_sampler_that_draws_globally_is_refused_and_only_followed(
     name: str, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs, mine = (made(GLOBAL[name](), workers) for _ in range(2))
+    theirs, mine = (loader_of(GLOBAL[name](), workers) for _ in range(2))
     seed_all(1)
     want = [(list(theirs), states(theirs)) for _ in range(3)]
     seed_all(1)
@@ -247,7 +247,7 @@ def test_a_copy_that_raises_leaves_the_global_generators_as_they_were(
         if raises:
             raise error
 
-    order = permitted(made({"sampler": Eager(9, shuffle)}, 0))
+    order = permitted(loader_of({"sampler": Eager(9, shuffle)}, 0))
     raises.append(True)
     seen = torch.get_rng_state()
     with pytest.raises(error) if error is KeyboardInterrupt else contextlib.nullcontext():
@@ -261,7 +261,7 @@ def test_a_draw_of_the_training_is_not_taken_for_the_copy_s(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The copy runs in the thread that trains, between two steps of it."""
-    order = permitted(made({"sampler": Lazy(9, own=True)}, 0))
+    order = permitted(loader_of({"sampler": Lazy(9, own=True)}, 0))
     for _ in range(3):
         torch.rand(1)
         assert order.predict(0) is not None

@@ -33,7 +33,7 @@ from creel.daemon.core.versions import Versions
 from creel.errors import IllegalEventError
 from creel.messages import Begin, Close
 from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.replay_passes import Passes
 from kit import cluster_view, seeds
 
 A = TypeVar("A", bound=Action)
@@ -167,9 +167,9 @@ def test_a_dataset_with_readers_is_not_taken_over() -> None:
 
 def taken(shell: CoreShell, kind: type[A]) -> list[A]:
     """Take the actions of a kind that wait for an answer."""
-    found = [action for action in shell.waiting if isinstance(action, kind)]
+    actions = [action for action in shell.waiting if isinstance(action, kind)]
     shell.waiting = deque(x for x in shell.waiting if not isinstance(x, kind))
-    return found
+    return actions
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -237,8 +237,8 @@ def test_who_reads_what_first_is_known_whenever_a_dataset_takes_over_another() -
     ids = np.arange(24, dtype=np.int32)
     tasks = SampleObjects(ids[:12]), SampleObjects(np.append(ids[12:], ids[:4]))
     replays = JobReplays(Passes(4, 1, 3, 5), 0)
-    orders = [JobOrder(12, 3, 4, 2, 7, among=tasks[0])]
-    orders.append(orders[0]._replace(among=tasks[1], replays=replays))
+    orders = [JobOrder(12, 3, 4, 2, 7, object_of=tasks[0])]
+    orders.append(orders[0]._replace(object_of=tasks[1], replays=replays))
     digests = []
     for grows in (1, 2, 3):
         shell = CoreShell(1 << 16)

@@ -193,8 +193,8 @@ def test_an_image_that_cannot_be_decoded_is_named(photos: Path, workers: int) ->
     with pytest.raises(OSError, match="cannot identify image file") as e:
         list(batches)
     list(batches)  # otherwise torch's iterator waits 5 s for its workers
-    told = [str(e.value), *getattr(e.value, "__notes__", [])]
-    assert f"while decoding {photos}/Emu/50%.png (object 0 of ImageFolder)" in "\n".join(told)
+    messages = [str(e.value), *getattr(e.value, "__notes__", [])]
+    assert f"while decoding {photos}/Emu/50%.png (object 0 of ImageFolder)" in "\n".join(messages)
 
 
 def test_pickles_are_as_big_as_the_paths(tmp_path: Path) -> None:

@@ -24,7 +24,11 @@ def test_every_rank_reads_what_torchs_sampler_deals(
     for rank in range(world):
         sampler: DistributedSampler[object] = DistributedSampler(
             range(samples),  # type: ignore[arg-type]  # its length is all that is needed
-            *(world, rank, shuffle, 5, drop_last),
+            world,
+            rank,
+            shuffle,
+            5,
+            drop_last,
         )
         sampler.set_epoch(3)
         seed = 8 if shuffle else IN_ORDER
@@ -38,7 +42,7 @@ def test_ranks_read_the_objects_of_a_subset(shuffle: bool) -> None:
     objects = np.random.default_rng(0).permutation(400)[:101].astype(np.int32)
     subset: Subset[int] = Subset(range(400), objects.tolist())  # type: ignore[arg-type]
     seed = 5 if shuffle else IN_ORDER
-    order = JobOrder(101, 3, 34, 16, seed, among=SampleObjects(objects))
+    order = JobOrder(101, 3, 34, 16, seed, object_of=SampleObjects(objects))
     assert order.sound()
     for rank in range(3):
         sampler: DistributedSampler[int] = DistributedSampler(subset, 3, rank, shuffle, 5)
@@ -48,20 +52,20 @@ def test_ranks_read_the_objects_of_a_subset(shuffle: bool) -> None:
 
 def test_jobs_that_read_other_parts_are_told_apart() -> None:
     parts = [SampleObjects(np.arange(k, k + 10, dtype=np.int32)) for k in (0, 0, 10)]
-    one, same, other = (JobOrder(10, 1, 10, 1, 7, among=part) for part in parts)
-    assert one == same != other
-    assert one.mark == same.mark != other.mark
-    assert hash(one) == hash(same)
+    first, same, other = (JobOrder(10, 1, 10, 1, 7, object_of=part) for part in parts)
+    assert first == same != other
+    assert first.mark == same.mark != other.mark
+    assert hash(first) == hash(same)
     assert JobOrder(10, 1, 10, 1, 7).mark == 7
 
 
 def test_parts_are_compared_without_a_copy() -> None:
     """In the loop's thread: of a hundred million samples, a copy alone takes a second."""
-    one, same = (SampleObjects(np.arange(1 << 20, dtype=np.int32)) for _ in range(2))
-    assert one.digest == SampleObjects(one.objects, hash_of(one.objects)).digest
+    first, same = (SampleObjects(np.arange(1 << 20, dtype=np.int32)) for _ in range(2))
+    assert first.digest == SampleObjects(first.objects, hash_of(first.objects)).digest
     tracemalloc.start()
     try:
-        assert one == same
+        assert first == same
         assert tracemalloc.get_traced_memory()[1] < 1 << 12
     finally:
         tracemalloc.stop()

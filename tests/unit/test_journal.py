@@ -57,21 +57,21 @@ def written(records: Sequence[Record]) -> list[Record]:
 @given(st.lists(st.lists(samples, max_size=4), max_size=4))
 def test_reads_of_samples_are_told_as_they_were(batches: list[Batch]) -> None:
     taken = written([record_of(batch, again=3) for batch in batches])
-    reads = [one for one in taken if isinstance(one, Reads)]
-    assert [one.again for one in reads] == [3] * len(batches)
+    reads = [record for record in taken if isinstance(record, Reads)]
+    assert [record.again for record in reads] == [3] * len(batches)
     recorded = joined(reads)
-    told: list[tuple[Item, int]] = []
+    items: list[tuple[Item, int]] = []
     names = iter(recorded.addresses)
     for part, number, blocks, nbytes, version, _ in recorded.items.tolist():
         if part == FILE:
             name = next(names)
-            told.append((name if number == ALL else (name, number, blocks, nbytes), version))
+            items.append((name if number == ALL else (name, number, blocks, nbytes), version))
         else:
-            told.append(((part, number), UNKNOWN))
-    every = [one for batch in batches for one in batch]
+            items.append(((part, number), UNKNOWN))
+    every = [item for batch in batches for item in batch]
     assert recorded.samples.tolist() == [sample for sample, _ in every]
     assert recorded.counts.tolist() == [len(read) for _, read in every]
-    assert told == [
+    assert items == [
         (item, UNKNOWN if len(item) == 2 and isinstance(item, tuple) else version)
         for _, read in every
         for item, version in read
@@ -110,10 +110,10 @@ def test_a_record_whose_columns_do_not_fit_is_none(wrong: Any, *, sealed: bool) 
     ours, theirs = (TraceJournal(JournalPlace(file, 7)) for _ in range(2))
     assert ours.append(SOUND)
     assert ours.append(EndOfTrace([SOUND, odd]) if sealed else odd)
-    found = theirs.new()
-    assert next(found) == SOUND
+    records = theirs.new()
+    assert next(records) == SOUND
     with pytest.raises(MalformedError):
-        next(found)
+        next(records)
 
 
 def test_whether_a_journal_is_empty_is_known_without_reading_it() -> None:
@@ -138,8 +138,8 @@ def test_only_the_record_that_was_cut_off_is_lost(data: st.DataObject) -> None:
     """Those of other processes and datasets, before and after it, are read."""
     own = new_journal()
     file = JournalFile(own)
-    one, other = record_of([(0, [("/a", 5)])]), record_of([(1, [("/b", 6), ("/c", 7)])])
-    assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(one)
+    record, other = record_of([(0, [("/a", 5)])]), record_of([(1, [("/b", 6), ("/c", 7)])])
+    assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(record)
     first, number = os.fstat(own.fd).st_size, data.draw(st.sampled_from([7, 8]))
     assert TraceJournal(JournalPlace(JournalFile(own), number)).append(other)
     whole = os.fstat(own.fd).st_size
@@ -148,23 +148,23 @@ def test_only_the_record_that_was_cut_off_is_lost(data: st.DataObject) -> None:
     if look_between:
         assert list(file.records(7, 1)) == list(file.records(8, 0)) == []  # the rest may follow
     for _ in range(3):
-        assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(one)
+        assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(record)
         assert TraceJournal(JournalPlace(JournalFile(own), 8)).append(other)
-    assert list(TraceJournal(JournalPlace(file, 7)).new()) == [one] * 4
+    assert list(TraceJournal(JournalPlace(file, 7)).new()) == [record] * 4
     assert list(TraceJournal(JournalPlace(JournalFile(own), 8)).new()) == [other] * 3
 
 
 @given(st.binary(max_size=200), st.data())
 def test_bytes_that_are_no_records_are_passed_over(junk: bytes, data: st.DataObject) -> None:
     own = new_journal()
-    one = record_of([(0, [("/a", 5)])])
+    record = record_of([(0, [("/a", 5)])])
     heads = data.draw(st.lists(st.integers(0, len(junk)), max_size=3))
     for at in heads:  # as if they began here
         junk = junk[:at] + b"\xe1\x4e\x0c\x00" + junk[at:]
     os.write(own.fd, junk)
     for _ in range(2):
-        assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(one)
-    assert list(TraceJournal(JournalPlace(JournalFile(own), 7)).new()) == [one] * 2
+        assert TraceJournal(JournalPlace(JournalFile(own), 7)).append(record)
+    assert list(TraceJournal(JournalPlace(JournalFile(own), 7)).new()) == [record] * 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), samples), max_size=12))
@@ -181,7 +181,7 @@ def test_the_journals_of_a_file_do_not_mix(
     for number in journals:
         expected = [record_of([sample]) for n, sample in written if n == number]
         assert read[number] == expected
-        other_process = JournalFile(file.own)
+        other_process = JournalFile(file.descriptor)
         assert list(TraceJournal(JournalPlace(other_process, number)).new()) == expected
 
 

@@ -79,7 +79,7 @@ def row_of(path: str) -> Any:
 
 def in_database(path: str, *statements: str, uri: bool = False) -> Any:
     with contextlib.closing(sqlite3.connect(path, uri=uri)) as database, database:
-        return [database.execute(one).fetchone() for one in statements]
+        return [database.execute(statement).fetchone() for statement in statements]
 
 
 def with_own_file(path: str) -> bytes:
@@ -161,7 +161,7 @@ WAYS: dict[str, Read] = {
     "resolved": lambda path: (Path(path + ".links").is_dir(), Path(path + ".links").resolve().name),
     "walk": walked,
     "listdir": lambda path: sorted(os.listdir(path + ".d")),  # noqa: PTH208
-    "glob": lambda path: sorted(one.name for one in Path(path + ".d").glob("*")),
+    "glob": lambda path: sorted(file.name for file in Path(path + ".d").glob("*")),
     "sqlite": row_of,
 }
 

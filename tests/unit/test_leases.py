@@ -111,7 +111,7 @@ def test_a_lease_ends_with_an_error(tmp_path: Path) -> None:
 
 
 def test_a_thread_of_a_library_reads_for_the_only_sample_that_is_being_read() -> None:
-    def found(prepare: Any = nullcontext) -> Any:
+    def lease_of(prepare: Any = nullcontext) -> Any:
         """Return the lease of another thread."""
         leases: list[Any] = []
 
@@ -125,15 +125,15 @@ def test_a_thread_of_a_library_reads_for_the_only_sample_that_is_being_read() ->
         return leases[0]
 
     with Lease() as lease:
-        assert found() is None  # no code of a dataset runs
+        assert lease_of() is None  # no code of a dataset runs
         with Intercepting():
-            assert found() is lease
-            assert found(Intercepting) is None  # that thread reads a sample of its own
+            assert lease_of() is lease
+            assert lease_of(Intercepting) is None  # that thread reads a sample of its own
             assert asyncio.run(asyncio.to_thread(lambda: this_thread.lease)) is lease
             with ThreadPoolExecutor(1) as other:
                 begun = Intercepting()
                 other.submit(begun.__enter__).result()
-                assert found() is None  # of two samples
+                assert lease_of() is None  # of two samples
                 other.submit(begun.__exit__).result()
-            assert found() is lease
-    assert found() is None
+            assert lease_of() is lease
+    assert lease_of() is None

@@ -22,10 +22,10 @@ SECRET = b"0123456789abcdef"
 
 
 def test_every_node_of_the_list_says_the_same_but_for_its_place() -> None:
-    one, two = (request_of(["a", "b"], me, [0, 1], 7, SECRET) for me in range(2))
-    assert (one.cluster, one.key, one.members) == (two.cluster, two.key, two.members)
-    assert (one.me, two.me) == (0, 1)
-    assert len(one.key) == 32
+    first, two = (request_of(["a", "b"], me, [0, 1], 7, SECRET) for me in range(2))
+    assert (first.cluster, first.key, first.members) == (two.cluster, two.key, two.members)
+    assert (first.me, two.me) == (0, 1)
+    assert len(first.key) == 32
 
 
 @pytest.mark.parametrize(

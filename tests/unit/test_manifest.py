@@ -24,18 +24,18 @@ def some(rng: random.Random, rows: int | None = None) -> tuple[Manifest, list[Lo
     root = rng.choice(["", "/d", "s3://b/x/"])
     uris = ["".join(rng.choices("aé/𝄞 ", k=rng.randrange(9))) for _ in range(rows)]
     files = rng.random() < 0.3
-    offset, length, count, told = [], [], [], []
+    offset, length, count, objects = [], [], [], []
     for uri in uris:
         unknown = rng.random() < 0.2
         offset.append(0 if unknown or files else rng.randrange(1000))
         length.append(UNKNOWN if unknown else rng.randrange(50))
         count.append(1 if unknown or files else rng.randrange(6))
         full = f"{root.rstrip('/')}/{uri}" if root else uri
-        told += [(full, offset[-1] + i * length[-1], length[-1]) for i in range(count[-1])]
+        objects += [(full, offset[-1] + i * length[-1], length[-1]) for i in range(count[-1])]
     if files and rng.random() < 0.5:
-        return Manifest.of_files(uris, root=root, lengths=length), told
+        return Manifest.of_files(uris, root=root, lengths=length), objects
     numbers = [np.array(c, np.int64) for c in (offset, length, count)]
-    return Manifest.of_runs(uris, *numbers, root=root), told
+    return Manifest.of_runs(uris, *numbers, root=root), objects
 
 
 def objects(manifest: Manifest) -> list[Location]:
@@ -49,15 +49,15 @@ def objects(manifest: Manifest) -> list[Location]:
 @pytest.mark.parametrize("seed", seeds(60))
 def test_objects_are_what_the_rows_say(seed: int) -> None:
     rng = random.Random(seed)
-    manifest, told = some(rng)
-    assert len(manifest) == len(told)
-    assert objects(manifest) == told
-    assert manifest.lengths().tolist() == [length for *_, length in told]
-    for i in rng.sample(range(len(told)), min(3, len(told))):
-        assert manifest.location(i) == told[i]
-    ids = np.array(rng.choices(range(len(told)), k=9 * bool(told)), np.int32)
+    manifest, rows = some(rng)
+    assert len(manifest) == len(rows)
+    assert objects(manifest) == rows
+    assert manifest.lengths().tolist() == [length for *_, length in rows]
+    for i in rng.sample(range(len(rows)), min(3, len(rows))):
+        assert manifest.location(i) == rows[i]
+    ids = np.array(rng.choices(range(len(rows)), k=9 * bool(rows)), np.int32)
     offset, length = manifest.ranges(ids)
-    assert [(o, n) for o, n in zip(offset, length, strict=True)] == [told[i][1:] for i in ids]
+    assert [(o, n) for o, n in zip(offset, length, strict=True)] == [rows[i][1:] for i in ids]
     manifest.check()
 
 
@@ -66,13 +66,13 @@ def test_parts_that_are_joined_keep_their_objects(seed: int) -> None:
     rng = random.Random(seed)
     parts = [some(rng) for _ in range(rng.randrange(1, 5))]
     whole = Manifest.concat([manifest for manifest, _ in parts])
-    assert objects(whole) == [one for _, told in parts for one in told]
+    assert objects(whole) == [row for _, rows in parts for row in rows]
     assert objects(Manifest(whole.absolute())) == objects(whole)
 
 
 def test_one_file_of_many_records_is_one_row() -> None:
-    one = np.ones(1, np.int64)
-    manifest = Manifest.of_runs(["r.bin"], 16 * one, 3072 * one, 10**9 * one, root="/d")
+    ones = np.ones(1, np.int64)
+    manifest = Manifest.of_runs(["r.bin"], 16 * ones, 3072 * ones, 10**9 * ones, root="/d")
     assert len(manifest) == 10**9
     assert manifest.location(10**9 - 1) == ("/d/r.bin", 16 + 3072 * (10**9 - 1), 3072)
     assert len(manifest.to_arrow()) < 2000
@@ -94,11 +94,11 @@ def cut(table: pa.Table, rng: random.Random) -> pa.Table:
 @pytest.mark.parametrize("seed", seeds(40))
 def test_the_key_is_of_the_content_alone(seed: int) -> None:
     rng = random.Random(seed)
-    manifest, told = some(rng)
+    manifest, rows = some(rng)
     again = Manifest.from_arrow(manifest.to_arrow())
     assert again.key == manifest.key
     assert again.root == manifest.root
-    assert objects(again) == told
+    assert objects(again) == rows
     for _ in range(3):
         other = Manifest(cut(manifest.table, rng), manifest.root)
         assert other.key == manifest.key
@@ -134,7 +134,7 @@ def test_any_difference_changes_the_key(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(40))
 def test_pins_are_those_of_the_parts_and_part_of_the_identity(seed: int) -> None:
     rng = random.Random(seed)
-    parts, told = [], []
+    parts, expected_pins = [], []
     for _ in range(rng.randrange(1, 5)):
         part, _ = some(rng, rows=rng.randrange(1, 6))
         rows = sorted(rng.sample(range(len(part.table)), rng.randrange(len(part.table) + 1)))
@@ -143,13 +143,13 @@ def test_pins_are_those_of_the_parts_and_part_of_the_identity(seed: int) -> None
         expected = [0] * len(part.table)
         for row, pin in pins:
             expected[row:] = [pin] * (len(part.table) - row)
-        told += expected
+        expected_pins += expected
     whole = Manifest.concat(parts)
     again = Manifest.from_arrow(whole.to_arrow())
-    for one in (whole, again):
-        assert [one.pin(row) for row in range(len(told))] == told
+    for manifest in (whole, again):
+        assert [manifest.pin(row) for row in range(len(expected_pins))] == expected_pins
     assert again.key == whole.key
-    assert (whole.pinned([]).key == whole.key) == (not any(told))
+    assert (whole.pinned([]).key == whole.key) == (not any(expected_pins))
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,12 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     raw = bytearray(data)
     for _ in range(rng.randrange(1, 4)):
         at = rng.randrange(len(raw))
-        what = rng.random()
-        if what < 0.7:
+        chance = rng.random()
+        if chance < 0.7:
             raw[at] = rng.choice([rng.randrange(256), 0, 255, raw[at] ^ 1 << rng.randrange(8)])
-        elif what < 0.8:
+        elif chance < 0.8:
             del raw[at : at + rng.randrange(1, 9)]
-        elif what < 0.9:
+        elif chance < 0.9:
             raw[at:at] = rng.randbytes(rng.randrange(1, 9))
         else:
             raw = raw[: max(at, 1)]
@@ -212,8 +212,8 @@ def test_mutated_bytes_are_malformed_or_a_manifest_that_holds(block: int) -> Non
 
 def table(**columns: pa.Array) -> pa.Table:
     """Return a table of one whole file, except for the given columns."""
-    one = {"uri": pa.array(["a"], pa.large_string()), "offset": [0], "length": [5], "count": [1]}
-    return pa.table(one | columns)
+    column = {"uri": pa.array(["a"], pa.large_string()), "offset": [0], "length": [5], "count": [1]}
+    return pa.table(column | columns)
 
 
 def ints(*values: int | None) -> pa.Array:
@@ -257,10 +257,10 @@ def test_bytes_that_are_no_arrow_file_are_malformed(data: bytes) -> None:
 
 
 def test_more_objects_than_ids_are_refused_with_advice() -> None:
-    one = np.ones(1, np.int64)
-    Manifest.of_runs(["a"], 0 * one, one, MAX_OBJECTS * one).check()
+    ones = np.ones(1, np.int64)
+    Manifest.of_runs(["a"], 0 * ones, ones, MAX_OBJECTS * ones).check()
     with pytest.raises(ConfigError, match="split the dataset"):
-        Manifest.of_runs(["a"], 0 * one, one, (MAX_OBJECTS + 1) * one).check()
+        Manifest.of_runs(["a"], 0 * ones, ones, (MAX_OBJECTS + 1) * ones).check()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -302,15 +302,15 @@ Source(again).versions(np.arange(2))
 def test_columns_are_looked_at_where_they_lie() -> None:
     """A copy takes 57 bytes per file, in the trainer and again in the daemon."""
     files = 100_000
-    made = Manifest.of_files([f"{i}.jpg" for i in range(files)])
+    manifest = Manifest.of_files([f"{i}.jpg" for i in range(files)])
     ids = np.arange(5)
-    for one in made, Manifest.from_arrow(made.to_arrow()):
-        assert len(one) == files  # sums are kept
+    for manifest_read in manifest, Manifest.from_arrow(manifest.to_arrow()):
+        assert len(manifest_read) == files  # sums are kept
         before = pa.total_allocated_bytes()
         tracemalloc.start()
-        assert one.location(7) == ("7.jpg", 0, UNKNOWN)
-        assert one.addresses(ids)[4] == "4.jpg"
-        assert one.offsets.sum() + one.counts.sum() == files
+        assert manifest_read.location(7) == ("7.jpg", 0, UNKNOWN)
+        assert manifest_read.addresses(ids)[4] == "4.jpg"
+        assert manifest_read.offsets.sum() + manifest_read.counts.sum() == files
         kept = tracemalloc.get_traced_memory()[0] + pa.total_allocated_bytes() - before
         tracemalloc.stop()
         assert kept < files

@@ -112,14 +112,14 @@ def test_the_guard_gives_back_what_others_lack_and_takes_it_again(
 
     monkeypatch.setattr(limits, "memory", memory)
     guard = MemoryGuard(rig.core, lambda event: bool(rig.feed(event)), reserve)
-    found = []
+    history = []
     for _ in range(5):
-        guard.look(guard.due)
-        found.append(withheld(rig))
-    assert found == [0, 3, 3, 3, 0]
+        guard.poll(guard.due)
+        history.append(withheld(rig))
+    assert history == [0, 3, 3, 3, 0]
     assert len(caplog.messages) == 2
 
 
 def test_without_a_reserve_nobody_looks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(limits, "memory")
-    MemoryGuard(rig.core, lambda event: bool(rig.feed(event)), 0).look(1e9)
+    MemoryGuard(rig.core, lambda event: bool(rig.feed(event)), 0).poll(1e9)

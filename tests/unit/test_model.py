@@ -65,20 +65,20 @@ def test_a_window_foretells_the_next(workers: int, load: float, spread: float) -
     cost = mean * rng.gamma(1 / spread**2, spread**2, 4096) if spread else np.full(4096, mean)
     waits = simulated(cost, workers, train_s)
     first, second = slice(1024, 2560), slice(2560, 4096)
-    (told,) = forecast([window(cost[first], waits[first], workers, train_s)])
+    (outlook,) = forecast([window(cost[first], waits[first], workers, train_s)])
     came = train_s + waits[second].mean()
-    assert told.step_s == pytest.approx(came, rel=0.1)
-    assert told.step_s == pytest.approx(train_s + told.wait_s)
+    assert outlook.step_s == pytest.approx(came, rel=0.1)
+    assert outlook.step_s == pytest.approx(train_s + outlook.wait_s)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_more_workers_bring_what_the_simulation_says(workers: int) -> None:
     cost, train_s = np.full(2048, 0.4), 0.05
-    one = window(cost, simulated(cost, workers, train_s), workers, train_s)
+    window_of = window(cost, simulated(cost, workers, train_s), workers, train_s)
     for more in (workers + 1, 2 * workers, 8, 16):
-        (told,) = forecast([with_workers(one, more)])
+        (outlook,) = forecast([with_workers(window_of, more)])
         came = train_s + simulated(cost, more, train_s)[64:].mean()
-        assert told.step_s == pytest.approx(came, rel=0.03)
+        assert outlook.step_s == pytest.approx(came, rel=0.03)
 
 
 def behind_storage(
@@ -95,11 +95,11 @@ def behind_storage(
     waited = 0.0
     for i in range(batches):
         read = max(read, taken[i - 8] if i >= 8 else 0.0) + storage_s
-        who = i % max(workers, 1)
-        begin = max(free[who], asked[i], now if not workers else 0.0)
+        worker = i % max(workers, 1)
+        begin = max(free[worker], asked[i], now if not workers else 0.0)
         ready = max(begin, read)
-        free[who] = ready + own_s
-        wait_s = max(free[who] - now, 0.0)
+        free[worker] = ready + own_s
+        wait_s = max(free[worker] - now, 0.0)
         now += wait_s
         taken[i] = now
         if i + AHEAD * workers < batches:
@@ -112,8 +112,8 @@ def behind_storage(
     return RankWindow(seconds, 512, workers, busy, {"all": waited})
 
 
-def step_s(one: RankWindow) -> float:
-    return one.seconds / one.batches
+def step_s(window_seen: RankWindow) -> float:
+    return window_seen.seconds / window_seen.batches
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
@@ -124,24 +124,24 @@ def test_changes_bring_what_a_simulated_storage_says(
 ) -> None:
     """Storage reads ahead, so its time and that of the workers do not add up."""
     train_s = 0.05
-    one = behind_storage(own_s, storage, workers, train_s)
+    rank = behind_storage(own_s, storage, workers, train_s)
     for share in (0.0, 0.25, 0.5, 1.0):
         came = step_s(behind_storage(own_s, storage * (1 - share), workers, train_s))
-        (told,) = forecast([with_memory(one, share)])
-        assert told.step_s == pytest.approx(came, rel=0.1), share
+        (outlook,) = forecast([with_memory(rank, share)])
+        assert outlook.step_s == pytest.approx(came, rel=0.1), share
     for more in (workers + 1, 2 * workers + 2, 8):
         came = step_s(behind_storage(own_s, storage, more, train_s))
-        (told,) = forecast([with_workers(one, more)])
+        (outlook,) = forecast([with_workers(rank, more)])
         # A storage that keeps up may be the next to be waited for: nobody knows its pace.
-        if storage_s(one) or came >= 0.99 * max(own_s / more, train_s) >= storage:
-            assert told.step_s == pytest.approx(came, rel=0.1), more
-        assert told.step_s <= 1.1 * came
+        if storage_s(rank) or came >= 0.99 * max(own_s / more, train_s) >= storage:
+            assert outlook.step_s == pytest.approx(came, rel=0.1), more
+        assert outlook.step_s <= 1.1 * came
     for share in (0.5, 1.0):
         came = step_s(
             behind_storage(own_s * (1 - 0.8 * share), storage * (1 - share), workers, train_s)
         )
-        (told,) = forecast([with_decoded(one, share, again=0.9, copies=0.1)])
-        assert told.step_s == pytest.approx(came, rel=0.1), share
+        (outlook,) = forecast([with_decoded(rank, share, again=0.9, copies=0.1)])
+        assert outlook.step_s == pytest.approx(came, rel=0.1), share
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
@@ -152,44 +152,44 @@ def test_a_change_that_changes_nothing_is_worth_nothing(workers: int, seed: int)
     source, decode, waits, trains = rng.exponential([seed % 4, 8.0, 8.0, 8.0])
     waited = waits + (decode + source) / max(workers, 1)
     busy = {"source": source, "decode": decode}
-    one = RankWindow(trains + waited, 64, workers, busy, {"all": waited}, cpu_s=decode)
+    rank = RankWindow(trains + waited, 64, workers, busy, {"all": waited}, cpu_s=decode)
     cores = float(rng.integers(1, 5))
-    (now,) = forecast([one], cores)
+    (now,) = forecast([rank], cores)
     if workers:
-        (same,) = forecast([with_workers(one, workers)], cores)
+        (same,) = forecast([with_workers(rank, workers)], cores)
         assert same.step_s == pytest.approx(now.step_s)
-    for unchanged in (with_memory(one, 0.0), with_decoded(one, 0.0, 0.5, 0.1)):
+    for unchanged in (with_memory(rank, 0.0), with_decoded(rank, 0.0, 0.5, 0.1)):
         (same,) = forecast([unchanged], cores)
         assert same.step_s == pytest.approx(now.step_s)
-    (held,) = forecast([with_memory(one)], cores)
+    (held,) = forecast([with_memory(rank)], cores)
     gain = now.step_s - held.step_s
     assert -1e-9 <= gain <= source / 64 / max(workers, 1) + 1e-9, "no more than it takes away"
-    (again,) = forecast([with_memory(with_memory(one))], cores)
+    (again,) = forecast([with_memory(with_memory(rank))], cores)
     assert again.step_s == pytest.approx(held.step_s)
 
 
 def test_finished_batches_last_as_long_as_it_says() -> None:
-    train_s, supply_s, made = 0.1, 0.125, 8
-    one = RankWindow(10.0, 100, 1, {"decode": 100 * supply_s}, {}, made=made)
-    (told,) = forecast([one])
+    train_s, supply_s, finished = 0.1, 0.125, 8
+    rank = RankWindow(10.0, 100, 1, {"decode": 100 * supply_s}, {}, finished=finished)
+    (outlook,) = forecast([rank])
     steps = 0
-    left, coming = float(made), 0.0
+    left, coming = float(finished), 0.0
     while left >= 1:
         coming += train_s / supply_s
         left += coming // 1 - 1
         coming %= 1
         steps += 1
-    assert told.in_steps == pytest.approx(steps, abs=1 / (1 - train_s / supply_s))
+    assert outlook.in_steps == pytest.approx(steps, abs=1 / (1 - train_s / supply_s))
 
 
 def test_ranks_step_together_and_the_latest_is_named() -> None:
     """A quick rank waits for the slow one in its collective: that is no time of training."""
     slow = RankWindow(20.0, 100, 2, {"decode": 40.0}, {"decode": 10.0})
     quick = RankWindow(20.0, 100, 2, {"decode": 10.0}, {})
-    told = forecast([quick, slow])
-    assert [round(one.wait_s, 9) for one in told] == [0.0, 0.1]
-    assert {one.step_s for one in told} == {0.2}
-    assert straggler(told) == 1
+    outlooks = forecast([quick, slow])
+    assert [round(outlook.wait_s, 9) for outlook in outlooks] == [0.0, 0.1]
+    assert {outlook.step_s for outlook in outlooks} == {0.2}
+    assert straggler(outlooks) == 1
     assert straggler(forecast([slow, slow])) is None
     assert straggler(forecast([quick, quick])) is None
     assert straggler(forecast([slow])) is None
@@ -204,37 +204,37 @@ def test_cores_that_do_not_suffice_bound_the_step() -> None:
 def test_without_workers_each_batch_is_waited_for() -> None:
     """Training makes its batches itself: no number of finished ones ever waits."""
     alone = RankWindow(10.0, 100, 0, {"source": 1.0, "decode": 3.0}, {"source": 1.0, "decode": 3.0})
-    (told,) = forecast([alone])
-    assert (told.wait_s, told.step_s, told.in_steps) == pytest.approx((0.04, 0.1, 0.0))
+    (outlook,) = forecast([alone])
+    assert (outlook.wait_s, outlook.step_s, outlook.in_steps) == pytest.approx((0.04, 0.1, 0.0))
     (helped,) = forecast([with_workers(alone, 1)])
     assert helped.wait_s == 0
     assert helped.step_s == pytest.approx(0.06)
 
 
 def test_memory_and_decoded_samples_take_their_stages_away() -> None:
-    one = RankWindow(20.0, 100, 2, {"source": 30.0, "decode": 10.0}, {"source": 10.0}, cpu_s=10.0)
-    assert forecast([one])[0].cause == "source"
-    (held,) = forecast([with_memory(one, 1.0)])
+    rank = RankWindow(20.0, 100, 2, {"source": 30.0, "decode": 10.0}, {"source": 10.0}, cpu_s=10.0)
+    assert forecast([rank])[0].cause == "source"
+    (held,) = forecast([with_memory(rank, 1.0)])
     assert (held.wait_s, held.cause) == (0.0, "decode")
-    (half,) = forecast([with_memory(one, 0.5)])
+    (half,) = forecast([with_memory(rank, 0.5)])
     assert half.supply_s == pytest.approx(0.1)
-    kept = with_decoded(one, 1.0, again=0.6, copies=0.1)
+    kept = with_decoded(rank, 1.0, again=0.6, copies=0.1)
     assert kept.busy_s == pytest.approx({"source": 0.0, "decode": 5.0}), "the rest is transforms"
     assert kept.cpu_s == pytest.approx(5.0)
-    part = with_decoded(one, 0.4, again=0.6, copies=0.1)
+    part = with_decoded(rank, 0.4, again=0.6, copies=0.1)
     assert part.busy_s == pytest.approx({"source": 16.0, "decode": 8.0})
-    assert with_decoded(one, 1.0, again=0.1, copies=0.6).busy_s["decode"] == 10.0
+    assert with_decoded(rank, 1.0, again=0.1, copies=0.6).busy_s["decode"] == 10.0
 
 
-@pytest.mark.parametrize("cores, told", [(64.0, 4), (3.0, 3), (2.0, None), (1.0, None)])
+@pytest.mark.parametrize("cores, workers", [(64.0, 4), (3.0, 3), (2.0, None), (1.0, None)])
 def test_enough_workers_are_the_fewest_that_help_and_no_more_than_cores(
-    cores: float, told: int | None
+    cores: float, workers: int | None
 ) -> None:
     slow = RankWindow(10.0, 50, 2, {"decode": 20.0}, {"decode": 5.0})
-    assert enough_workers([slow], cores) == told
+    assert enough_workers([slow], cores) == workers
     spent = RankWindow(10.0, 50, 2, {"decode": 20.0}, {"decode": 5.0}, cpu_s=20.0)
     assert enough_workers([spent], 2.0) is None
-    assert enough_workers([slow, slow], cores) == told
+    assert enough_workers([slow, slow], cores) == workers
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -275,7 +275,7 @@ def test_batches_that_lie_finished_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "busy, cpu_s, told",
+    "busy, cpu_s, expected",
     [
         ({"decode": 8.0, "source": 1.0}, 8.0, "decode"),
         ({"decode": 8.0, "source": 1.0}, 1.0, "waiting"),
@@ -287,9 +287,9 @@ def test_batches_that_lie_finished_are_counted() -> None:
     ],
 )
 def test_the_cause_tells_computing_from_waiting(
-    busy: dict[str, float], cpu_s: float, told: str
+    busy: dict[str, float], cpu_s: float, expected: str
 ) -> None:
-    assert cause(RankWindow(10.0, 10, 2, busy, {}, cpu_s=cpu_s)) == told
+    assert cause(RankWindow(10.0, 10, 2, busy, {}, cpu_s=cpu_s)) == expected
 
 
 def test_nothing_is_foretold_of_nothing() -> None:

@@ -100,19 +100,19 @@ def test_no_job_reads_what_a_file_was(
         jobs = []
         for number in range(together):
             ours, theirs = _fork.Pipe(duplex=False)
-            how = {"writes": together == 1, "said": theirs}
-            one = _fork.Process(target=job, args=(paths, [seed, phase, number]), kwargs=how)
-            one.start()
+            options = {"writes": together == 1, "said": theirs}
+            process = _fork.Process(target=job, args=(paths, [seed, phase, number]), kwargs=options)
+            process.start()
             theirs.close()
-            jobs.append((one, ours, rng.random() < 0.3))
-        for one, ours, killed in jobs:
+            jobs.append((process, ours, rng.random() < 0.3))
+        for process, ours, killed in jobs:
             if killed:
                 for _ in range(int(rng.integers(1, 50))):
                     ours.recv_bytes()
-                one.kill()
-            one.join()
+                process.kill()
+            process.join()
             ours.close()
-            assert one.exitcode in ({0, -signal.SIGKILL} if killed else {0})
+            assert process.exitcode in ({0, -signal.SIGKILL} if killed else {0})
 
 
 def test_a_second_dataset_of_a_process_compares_what_the_first_one_kept(

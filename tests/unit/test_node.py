@@ -36,7 +36,7 @@ from creel.daemon.core.events import (
     Tick,
 )
 from creel.daemon.service import node as node_module
-from creel.daemon.service.memory import kept_memory
+from creel.daemon.service.memory import restart_memory
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
 from creel.daemon.service.sockets import commands
@@ -124,8 +124,8 @@ def test_kept_memory_was_sized_by_the_settings_in_effect_not_by_those_read_since
         node.config = Config(memory=auto)
         index = node.keep()
         assert index is not None
-        left = {kept_memory.ARENA: node.arena.own, kept_memory.INDEX: index}
-        assert (kept_memory.take(left, auto, limits.memory().total) is not None) is same
+        left = {restart_memory.ARENA: node.arena.descriptor, restart_memory.INDEX: index}
+        assert (restart_memory.take(left, auto, limits.memory().total) is not None) is same
         node.close()
 
 
@@ -199,8 +199,8 @@ def test_a_clients_words_may_say_anything() -> None:
     node.close()
 
 
-@pytest.mark.parametrize("what", ["datasets", "stats", "status"])
-def test_an_answer_looks_at_the_core_once_however_many_datasets_there_are(what: str) -> None:
+@pytest.mark.parametrize("command", ["datasets", "stats", "status"])
+def test_an_answer_looks_at_the_core_once_however_many_datasets_there_are(command: str) -> None:
     """In the loop's thread: one look per dataset would take seconds for 1024 of them."""
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     node = node_of(calls.put)
@@ -209,9 +209,9 @@ def test_an_answer_looks_at_the_core_once_however_many_datasets_there_are(what: 
     while len(node.registry.datasets) < 3:
         calls.get(timeout=60)()
     with mock.patch.object(node.core, "snapshot", wraps=node.core.snapshot) as look:
-        answer = commands.answer(node, Command("token", 1, what))
+        answer = commands.answer(node, Command("token", 1, command))
     assert look.call_count == 1
-    assert what != "datasets" or [one["objects"] for one in answer["datasets"]] == [1, 1, 1]
+    assert command != "datasets" or [row["objects"] for row in answer["datasets"]] == [1, 1, 1]
     node.close()
 
 
@@ -221,7 +221,7 @@ def test_the_heart_beats_between_events_of_one_turn() -> None:
     manifest = Manifest.of_files(["/a"])
     answers: list[object] = []
     node.datasets.register("token", lambda: manifest, [], answers.append)
-    until(lambda: bool(answers), what="it is registered")
+    until(lambda: bool(answers), event="it is registered")
     session = node.sessions.open("token", Open(manifest.key, "", 0, 1, "never"))
     slow = [2.0 * i for i in range(1 << 20, (1 << 20) + 100)]  # each event takes two seconds
     with mock.patch("creel.daemon.service.core_shell.time.monotonic", side_effect=slow):
@@ -239,7 +239,7 @@ def test_a_part_of_a_dataset_is_dealt_once_all_its_samples_are_known() -> None:
     node.registry.add(DatasetRecord.create(manifest, Source(manifest), 0, 0))
     session = node.registry.open("t", Open(manifest.key, "job", 0, 2, "never"))
     view = cluster_view([SOURCE, 7], 1 << 20)
-    deal = Deal("t", session.id, 0, "c", 5, 2, 3, 1, seed=3, among=True)
+    deal = Deal("t", session.id, 0, "c", 5, 2, 3, 1, seed=3, object_of=True)
     events: list[Any] = []
     with (
         mock.patch.object(node.shell, "handle", events.append),
@@ -255,17 +255,19 @@ def test_a_part_of_a_dataset_is_dealt_once_all_its_samples_are_known() -> None:
     assert dealt is events[-1]
     expected = JobOrder(5, 2, 3, 1, 3).permutation()
     assert dealt.order.permutation().tolist() == [9 - i for i in expected.tolist()]
-    assert session.among is not None
-    assert session.among.digest == SampleObjects(session.samples).digest
+    assert session.object_of is not None
+    assert session.object_of.digest == SampleObjects(session.samples).digest
     used = node.quota.used()
     again = node.registry.open("t", Open(manifest.key, "job", 1, 2, "never"))
     node.sessions.sampled(
         again, DealtSamples("t", again.id, 5, 0), np.array([9, 8, 7, 6, 5], np.int32)
     )
-    assert again.among is session.among
+    assert again.object_of is session.object_of
     assert node.quota.used() == used >= session.samples.nbytes == 20
-    for one in (session, again):
-        node.sessions.sampled(one, DealtSamples("t", one.id, 5, 0), np.arange(5, dtype=np.int32))
+    for record in (session, again):
+        node.sessions.sampled(
+            record, DealtSamples("t", record.id, 5, 0), np.arange(5, dtype=np.int32)
+        )
     assert node.quota.used() == used + 20  # the order that was dealt refers to the first
     events.clear()
     del dealt
@@ -280,7 +282,7 @@ def test_a_job_that_rehearses_is_dealt_with_the_rows_of_its_memory() -> None:
     node.registry.add(DatasetRecord.create(manifest, Source(manifest), 0, 0))
     session = node.registry.open("t", Open(manifest.key, "job", 0, 1, "never"))
     samples = np.array([4, 5, 6, 0, 9], np.int32)
-    deal = Deal("t", session.id, 0, "c", 3, 1, 3, 2, -1, among=True)
+    deal = Deal("t", session.id, 0, "c", 3, 1, 3, 2, -1, object_of=True)
     events: list[Any] = []
     with (
         mock.patch.object(node.shell, "handle", events.append),
@@ -292,9 +294,9 @@ def test_a_job_that_rehearses_is_dealt_with_the_rows_of_its_memory() -> None:
         for kept in (2, 3):
             replays = DealtReplays(kept, each=2, seed=1, first_step=7)
             node.sessions.dealt(session, msgspec.structs.replace(deal, replays=replays))
-    told, dealt = events
-    assert isinstance(told, SamplesTold)
-    assert told.samples.objects.tolist() == samples.tolist()
+    samples_event, dealt = events
+    assert isinstance(samples_event, SamplesTold)
+    assert samples_event.samples.objects.tolist() == samples.tolist()
     assert isinstance(dealt, EpochDealt)
     assert dealt.order.ends.tolist() == [4, 7]
     assert [ids.tolist() for ids in dealt.order.by_rank([0])] == [[4, 5, 0, 9, 6, 0, 9]]
@@ -321,8 +323,8 @@ def test_objects_of_earlier_tasks_are_taken_over_once_no_rank_reads_them() -> No
     ):
         ending = node.registry.open("t", Open(first.key, "job", 1, 2, "never"))
         session = node.registry.open("t", Open(second.key, "job", 0, 2, "never"))
-        told = DealtSamples("t", session.id, 3, 0, rehearsed=True)
-        node.sessions.sampled(session, told, np.array([2, 0, 1], np.int32))
+        message = DealtSamples("t", session.id, 3, 0, rehearsed=True)
+        node.sessions.sampled(session, message, np.array([2, 0, 1], np.int32))
         assert not grown()
         node.sessions.close(ending)
         node.tick()
@@ -330,8 +332,8 @@ def test_objects_of_earlier_tasks_are_taken_over_once_no_rank_reads_them() -> No
         node.sessions.close(node.registry.open("t", Open(first.key, "eval", 0, 1, "never")))
         assert grown() == [(second.key, first.key)], "an evaluation keeps what it has read again"
         once_more = node.registry.open("t", Open(first.key, "job", 0, 1, "never"))
-        told = DealtSamples("t", once_more.id, 2, 0, rehearsed=True)
-        node.sessions.sampled(once_more, told, np.array([1, 0], np.int32))
+        message = DealtSamples("t", once_more.id, 2, 0, rehearsed=True)
+        node.sessions.sampled(once_more, message, np.array([1, 0], np.int32))
         node.sessions.close(once_more)
         assert grown() == 2 * [(second.key, first.key)]
     node.close()

@@ -40,22 +40,22 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
 
 
 def test_the_daemons_counters_are_a_dict_and_a_table(daemon: FakeClient) -> None:
-    told = creel.stats()
-    assert told == STATS
-    cells = Cells(told._repr_html_()).texts
+    stats = creel.stats()
+    assert stats == STATS
+    cells = Cells(stats._repr_html_()).texts
     assert {*view.SESSION_HEADER, *view.session_row(SESSION)} <= set(cells)
     assert "900 of 1,000 (90.0 %)" in cells
-    lines = repr(told).splitlines()
+    lines = repr(stats).splitlines()
     assert lines[-2].split()[:2] == ["job", "rank"]
     assert lines[-1].split()[:2] == ["resnet", "3"]
     assert daemon.closed
 
 
 def test_without_open_streams_it_shows_ranks(daemon: FakeClient) -> None:
-    told = creel.stats()
-    told["sessions"] = []
-    assert set(view.rank_row(SESSION)) <= set(Cells(told._repr_html_()).texts)
-    assert repr(told).splitlines()[-1].split()[:2] == ["resnet", "3"]
+    stats = creel.stats()
+    stats["sessions"] = []
+    assert set(view.rank_row(SESSION)) <= set(Cells(stats._repr_html_()).texts)
+    assert repr(stats).splitlines()[-1].split()[:2] == ["resnet", "3"]
     assert daemon.closed
 
 

@@ -61,10 +61,10 @@ def saved(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("release", sorted(path.stem for path in STATES.iterdir()))
 def test_a_state_of_an_older_release_goes_on_as_torch_would_have(release: str) -> None:
-    for name, told in json.loads((STATES / f"{release}.json").read_text()).items():
+    for name, saved in json.loads((STATES / f"{release}.json").read_text()).items():
         resumed = loader(creel.DataLoader, name)
-        resumed.load_state_dict(told["state"])
-        assert rows(resumed) == told["left"], name
+        resumed.load_state_dict(saved["state"])
+        assert rows(resumed) == saved["left"], name
 
 
 def main() -> None:

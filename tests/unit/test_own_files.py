@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from creel.loader.line.observers import own_files
-from creel.loader.line.observers.own_files import AwaitedFile, Looks, OwnFiles
+from creel.loader.line.observers import unwrapped_files
+from creel.loader.line.observers.unwrapped_files import AwaitedFile, OwnFiles, ThreadSamples
 from creel.loader.making.stages import READING
 from creel.loader.making.workers.kernel_waits import KernelWait, Reader, awaited, this_thread
 from kit import until
@@ -36,21 +36,21 @@ def test_the_file_that_a_thread_waits_for_is_the_one_it_reads(
 ) -> None:
     thread, path = waiting
     until(
-        lambda: awaited(os.getpid(), thread.native_id or 0) == (True, str(path), False), what="it"
+        lambda: awaited(os.getpid(), thread.native_id or 0) == (True, str(path), False), event="it"
     )
     looks = looks_at(thread)
-    until(lambda: looks.over, what="all looks are done")
+    until(lambda: looks.over, event="all looks are done")
     assert (looks.file, looks.share) == (AwaitedFile(str(path), False, frozenset({7})), 1.0)
 
 
-def looks_at(thread: threading.Thread, serves: bool = False) -> Looks:
+def looks_at(thread: threading.Thread, serves: bool = False) -> ThreadSamples:
     reader = Reader(os.getpid(), lambda: [thread.native_id or 0], lambda: (READING, 7))
-    return Looks([reader], lambda _: serves)
+    return ThreadSamples([reader], lambda _: serves)
 
 
 def test_a_file_that_creel_serves_is_not_named(waiting: tuple[threading.Thread, Path]) -> None:
     looks = looks_at(waiting[0], serves=True)
-    until(lambda: looks.over, what="all looks are done")
+    until(lambda: looks.over, event="all looks are done")
     assert looks.file is None
 
 
@@ -66,7 +66,7 @@ def test_the_file_whose_open_a_thread_waits_for_is_named(
     thread.start()
     until(
         lambda: awaited(os.getpid(), thread.native_id or 0) == KernelWait(True, str(path)),
-        what="open",
+        event="open",
     )
     path.write_bytes(b"")
     thread.join()
@@ -84,7 +84,7 @@ def test_a_reader_waits_for_what_the_thread_that_it_waits_for_reads(
 
     thread = threading.Thread(target=read)
     thread.start()
-    until(lambda: bool(readers) and readers[0].waits().path == str(waiting[1]), what="it waits")
+    until(lambda: bool(readers) and readers[0].waits().path == str(waiting[1]), event="it waits")
     assert readers[0].stage() == (READING, 3)
     end.set()
     thread.join()
@@ -109,7 +109,7 @@ def test_looks_end_before_their_time_with_the_readers(
     assert looks.over
 
 
-class Sight(Looks):
+class Sight(ThreadSamples):
     """Looks that are done at once and saw what a test says."""
 
     of = "/data/1", 1.0
@@ -126,7 +126,7 @@ class Sight(Looks):
 
 
 @pytest.mark.parametrize(
-    ("path", "share", "waited_s", "batches", "unserved", "found"),
+    ("path", "share", "waited_s", "batches", "unserved", "path_named"),
     [
         ("/data/1", 1.0, 2.0, 10, True, "/data/1"),
         ("/data/1", 1.0, 2.0, 10, False, ""),  # creel knows the dataset's objects
@@ -144,21 +144,23 @@ def test_a_file_is_named_once_training_has_waited_long_for_storage(
     waited_s: float,
     batches: int,
     unserved: bool,
-    found: str,
+    path_named: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(own_files, "_said", set())
-    monkeypatch.setattr(own_files, "Looks", Sight)
+    monkeypatch.setattr(unwrapped_files, "_said", set())
+    monkeypatch.setattr(unwrapped_files, "ThreadSamples", Sight)
     monkeypatch.setattr(Sight, "of", (path, share))
     files = OwnFiles()
     for _ in range(2):
         files.epoch_begins(unserved=unserved, batches=batches, waited_s=5.0)
         for _ in range(3):
             files.delivered(5, 5.0 + waited_s, ())
-    assert files.path == found
-    said = [f"training waits for storage: this dataset opens files itself ({found}): creel.wrap"]
-    assert [m.partition("(dataset)")[0] for m in caplog.messages] == said * bool(found)
+    assert files.path == path_named
+    said = [
+        f"training waits for storage: this dataset opens files itself ({path_named}): creel.wrap"
+    ]
+    assert [m.partition("(dataset)")[0] for m in caplog.messages] == said * bool(path_named)
     assert files.remedy in caplog.text
 
 
@@ -186,8 +188,8 @@ def test_only_what_serves_a_file_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(own_files, "_said", set())
-    monkeypatch.setattr(own_files, "Looks", Sight)
+    monkeypatch.setattr(unwrapped_files, "_said", set())
+    monkeypatch.setattr(unwrapped_files, "ThreadSamples", Sight)
     monkeypatch.setattr(Sight, "mapped", mapped)
     monkeypatch.setattr(Sight, "batches", batches)
     files = OwnFiles()
@@ -209,5 +211,7 @@ def test_waits_that_are_a_small_part_of_an_epoch_start_no_look(
     files = OwnFiles()
     files.epoch_begins(unserved=True, batches=100, waited_s=0.0)
     monkeypatch.setattr(time, "monotonic", lambda: began + 100)
-    monkeypatch.setattr(own_files, "Looks", lambda *_: pytest.fail("there was a look"))
+    monkeypatch.setattr(
+        unwrapped_files, "ThreadSamples", lambda *_: pytest.fail("there was a look")
+    )
     files.delivered(10, 29.0, ())

@@ -128,11 +128,11 @@ def test_without_a_slot_the_batch_goes_in_the_message(
     monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:
     """There is no descriptor or no memory, from the start or in the middle of a batch."""
-    made = iter(range(slots))
+    positions = iter(range(slots))
     real = os.memfd_create
 
     def scarce(name: str, flags: int) -> int:
-        if next(made, None) is None:
+        if next(positions, None) is None:
             raise OSError(errno.EMFILE, "Too many open files")
         return real(name, flags)
 
@@ -145,8 +145,8 @@ def test_without_a_slot_the_batch_goes_in_the_message(
         same(default_collate(samples), collated)
         batch = [collated, np.arange(9000), base[5:], base[:7], "text" * 9000]
         packed = pack(batch, writer)
-        for one in writer.unsent():
-            reader.map_slot(*one)
+        for slot in writer.unsent():
+            reader.map_slot(*slot)
         same(theirs(batch), unpack(pickle.loads(pickle.dumps(packed)), reader))
         writer.give_back(reader.returned())
     reader.close()
@@ -281,10 +281,10 @@ def test_tensors_that_arrive_are_writable_and_private(road: Road) -> None:
         bytearray(9000),
     ]
     out = road.trip(sent)
-    for one in out:
-        one[0] = 5
-        assert one[0] == 5
-    assert [one[0] for one in sent] == [0] * 5
+    for tensor in out:
+        tensor[0] = 5
+        assert tensor[0] == 5
+    assert [tensor[0] for tensor in sent] == [0] * 5
 
 
 @pytest.mark.parametrize("size", [3, 9000])
@@ -338,8 +338,8 @@ def test_a_small_tensor_that_is_kept_holds_no_slot(road: Road) -> None:
 def test_a_trainer_that_keeps_every_batch_gets_copies(road: Road) -> None:
     kept = [road.trip(torch.full((50_000,), i)) for i in range(30)]
     assert road.reader.leased == road.reader.max_leased
-    assert [int(one[0]) for one in kept] == list(range(30))
-    assert [int(one[-1]) for one in kept] == list(range(30))
+    assert [int(tensor[0]) for tensor in kept] == list(range(30))
+    assert [int(tensor[-1]) for tensor in kept] == list(range(30))
 
 
 def test_a_slot_written_again_spoils_no_tensor_alive(road: Road) -> None:

@@ -34,7 +34,7 @@ def server() -> Iterator[PageServer]:
     serving = PageServer("127.0.0.1", 0, render)
     yield serving
     serving.close()
-    until(lambda: not set(threading.enumerate()) - before[1], what="all threads end")
+    until(lambda: not set(threading.enumerate()) - before[1], event="all threads end")
     assert not descriptors() - before[0]
 
 
@@ -65,7 +65,7 @@ def test_hundreds_of_half_requests_cost_few_threads_and_keep_nobody_out(server: 
             if i % 100 == 0:
                 assert ask(server) == BODY
         most = before + page.MAX_CONNECTIONS
-        until(lambda: threading.active_count() <= most, what="the others have ended")
+        until(lambda: threading.active_count() <= most, event="the others have ended")
         assert ask(server) == BODY
 
 
@@ -79,7 +79,7 @@ def test_a_client_that_is_silent_or_deaf_is_left(
         deaf.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert silent.recv(1) == b""
         assert slow.recv(1) == b""
-        until(lambda: threading.active_count() == before, what="who does not read is left")
+        until(lambda: threading.active_count() == before, event="who does not read is left")
     monkeypatch.undo()
     assert ask(server) == BODY
 
@@ -101,7 +101,7 @@ def test_a_page_that_cannot_be_made_is_said(
     with connect(server) as odd:
         odd.sendall(b"GET / HTTP/1.1\r\nAccept: busy\r\n\r\n")
         assert b" 503 " in odd.recv(100)
-    until(lambda: "could not be rendered" in caplog.text, what="it is logged")
+    until(lambda: "could not be rendered" in caplog.text, event="it is logged")
     assert ask(server) == BODY
 
 

@@ -53,10 +53,10 @@ def sentences(text: str) -> list[str]:
     """Return the sentences of paragraphs and lists; a row of a table is none."""
     text = re.sub(r"^(?:\[[^]]+\]: |#|\|).*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\]\([^)]*\)", "]", text)
-    found = []
+    pieces = []
     for part in re.split(r"\n\s*\n|\n(?= *(?:\*|\d+\.) )", text):
-        found += re.split(r"(?<=[.!?:;])[*)\"`]*\s+(?=[A-Z*`\[0-9(])", " ".join(part.split()))
-    return [one for one in found if words(one)]
+        pieces += re.split(r"(?<=[.!?:;])[*)\"`]*\s+(?=[A-Z*`\[0-9(])", " ".join(part.split()))
+    return [piece for piece in pieces if words(piece)]
 
 
 def anchors(page: Path) -> set[str]:
@@ -86,7 +86,7 @@ def test_a_page_is_short_and_its_lines_and_sentences_are(page: Path) -> None:
     assert not long
     most = 200 if page.parent.name == "recipes" else 1200
     assert page.name in REFERENCE or words(text) <= most
-    said = [words(one) for one in sentences(text)]
+    said = [words(sentence) for sentence in sentences(text)]
     assert sum(said) / len(said) <= 18
 
 
@@ -103,8 +103,8 @@ def test_all_pages_together_are_a_small_book() -> None:
 
 
 def test_the_reference_is_made_from_the_code() -> None:
-    made = runpy.run_path(str(ROOT / "scripts/reference.py"))["pages"]()
-    stale = [path.name for path, text in made.items() if path.read_text() != text]
+    pages = runpy.run_path(str(ROOT / "scripts/reference.py"))["pages"]()
+    stale = [path.name for path, text in pages.items() if path.read_text() != text]
     assert not stale, "python scripts/reference.py writes them"
 
 
@@ -124,8 +124,8 @@ def test_what_coding_agents_read_names_what_there_is() -> None:
     assert re.match(r"---\nname: creel\ndescription: ", skill)
     names = re.findall(r"`creel\.(\w+)", skill)
     assert {"wrap", "kept", "TarDataset"} <= set(names) <= {*dir(creel), "integrations"}
-    told = set(re.findall(r"`creel (\w+)", skill))
-    assert {"explain", "verify", "stats"} <= told <= set(commands.commands)
+    named = set(re.findall(r"`creel (\w+)", skill))
+    assert {"explain", "verify", "stats"} <= named <= set(commands.commands)
     keywords = re.findall(r"creel\.(\w+)\([^)]*?\b(\w+)=", skill)
     assert all(word in inspect.signature(getattr(creel, of)).parameters for of, word in keywords)
     assert words(skill) <= 600

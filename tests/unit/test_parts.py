@@ -32,8 +32,8 @@ def drawn(r: random.Random, depth: int) -> Any:
     shape = [r.randrange(0, 4) for _ in range(r.randrange(3))]
 
     def tensor() -> Any:
-        made = torch.rand(shape)
-        return made.double() if odd and r.random() < 0.1 else made
+        tensor_drawn = torch.rand(shape)
+        return tensor_drawn.double() if odd and r.random() < 0.1 else tensor_drawn
 
     leaves: list[Any] = [
         tensor,
@@ -67,16 +67,18 @@ def test_joined_parts_are_torchs_batch_or_are_refused(seed: int) -> None:
     ends = sorted(r.sample(range(1, len(samples)), r.randrange(1, min(len(samples), 4))))
     cut = [samples[a:b] for a, b in zip([0, *ends], [*ends, len(samples)], strict=True)]
     kinds = {kind_of(part[0]) for part in cut}
-    made = [collated(part) for part in cut]
-    if len(kinds) > 1 or "" in kinds or any(part is None for part in made):
+    batches = [collated(part) for part in cut]
+    if len(kinds) > 1 or "" in kinds or any(part is None for part in batches):
         return  # made as a whole
     try:
-        batch = joined(made)
+        batch = joined(batches)
     except UnevenPartsError:
         return
     whole = collated(samples)
     assert plain(batch) == plain(whole)
-    assert [one.stride() for one in _tensors(batch)] == [one.stride() for one in _tensors(whole)]
+    assert [tensor.stride() for tensor in _tensors(batch)] == [
+        tensor.stride() for tensor in _tensors(whole)
+    ]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -84,7 +86,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [value]
     inner = value.values() if isinstance(value, dict) else value
     return (
-        [one for part in inner for one in _tensors(part)]
+        [tensor for part in inner for tensor in _tensors(part)]
         if not isinstance(value, (str, bytes))
         else []
     )

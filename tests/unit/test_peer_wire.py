@@ -49,10 +49,10 @@ class Pair:
 
 
 def unpacked(frame: bytes, kind: wire.Kind, seal: wire.Seal | None) -> Message:
-    header, rest = frame[: HEADER.size], frame[HEADER.size :]
-    if wire.following(header, kind) != len(rest):
+    header, body = frame[: HEADER.size], frame[HEADER.size :]
+    if wire.following(header, kind) != len(body):
         raise MalformedError("cut")
-    message, arrays = wire.unpack(header, rest, kind, seal)
+    message, arrays = wire.unpack(header, body, kind, seal)
     if isinstance(message, PeerRequest):
         wire.requested(message, arrays)
     assert isinstance(message, Message)
@@ -181,11 +181,11 @@ def test_an_answer_must_make_sense(nbytes: list[int]) -> None:
 
 @given(st.lists(st.binary(max_size=9)), st.integers(0, 100))
 def test_cut_buffers_are_the_same_bytes(parts: list[bytes], nbytes: int) -> None:
-    first, rest = cut([memoryview(p) for p in parts], nbytes)
+    first, remaining = cut([memoryview(p) for p in parts], nbytes)
     whole = b"".join(parts)
     assert b"".join(first) == whole[:nbytes]
-    assert b"".join(rest) == whole[nbytes:]
-    assert not rest or len(rest[0])
+    assert b"".join(remaining) == whole[nbytes:]
+    assert not remaining or len(remaining[0])
 
 
 @pytest.mark.parametrize("nodes", [3, 255, 256, 1024])
@@ -232,16 +232,16 @@ def agreed(key: bytes = KEY) -> tuple[sealing.Sealer, sealing.Opener]:
 
 
 def record(sealer: sealing.Sealer, payload: bytes) -> bytes:
-    sealed, rest = sealer.record([memoryview(payload)])
-    assert not rest
+    sealed, remaining = sealer.record([memoryview(payload)])
+    assert not remaining
     return bytes(sealed)
 
 
 def opened(opener: sealing.Opener, sealed: bytes) -> bytes:
-    header, rest = sealed[: sealing.HEADER.size], sealed[sealing.HEADER.size :]
-    if opener.following(header) != len(rest):
+    header, body = sealed[: sealing.HEADER.size], sealed[sealing.HEADER.size :]
+    if opener.following(header) != len(body):
         raise MalformedError("cut")
-    return opener.opened(header, memoryview(rest))
+    return opener.opened(header, memoryview(body))
 
 
 def test_payload_arrives_as_it_was_sent_in_order() -> None:
@@ -249,10 +249,10 @@ def test_payload_arrives_as_it_was_sent_in_order() -> None:
     for payload in b"x", b"y" * 1000, b"z" * sealing.RECORD_NBYTES:
         assert opened(opener, record(sealer, payload)) == payload
     buffers = [memoryview(bytes([i % 256]) * 5000) for i in range(200)]
-    whole, rest = b"".join(buffers), buffers
+    whole, remaining = b"".join(buffers), buffers
     got = b""
-    while rest:
-        sealed, rest = sealer.record(rest)
+    while remaining:
+        sealed, remaining = sealer.record(remaining)
         got += opened(opener, bytes(sealed))
     assert got == whole
 
@@ -301,7 +301,6 @@ def test_an_impossible_public_key_is_malformed(public: bytes) -> None:
 
 
 def test_public_keys_are_under_the_proofs() -> None:
-    said = GREETING, CHALLENGE
     with_key = Greeting(wire.PEER_PROTOCOL, "cluster", "client", b"c" * 32, b"k" * 32)
-    plain, keyed = PeerSession(KEY, *said), PeerSession(KEY, with_key, CHALLENGE)
+    plain, keyed = PeerSession(KEY, GREETING, CHALLENGE), PeerSession(KEY, with_key, CHALLENGE)
     assert not plain.proves("client", keyed.proof("client"))

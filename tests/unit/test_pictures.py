@@ -25,7 +25,9 @@ EACH = 256  # samples of a batch
 
 
 def recording(*streams: TracedStream, cores: float = 64.0) -> Recording:
-    return Recording(cores, answer(*(one.session for one in streams)), streams)
+    return Recording(
+        cores, answer(*(stream_of_rank.session for stream_of_rank in streams)), streams
+    )
 
 
 def stream(
@@ -36,57 +38,57 @@ def stream(
 ) -> TracedStream:
     """Return a rank that trains work[0] s, and whose two workers read and decode so long."""
     whose = {"batches": 100, "samples": 100 * EACH, "world": 1} | more
-    told = session(rank + 1, rank, **whose)
-    return TracedStream(told, rows(*work), reuse)
+    recorded = session(rank + 1, rank, **whose)
+    return TracedStream(recorded, rows(*work), reuse)
 
 
-def slowdown(one: TracedStream) -> Slowdown:
-    found = pictures(recording(one)).slowdown
-    assert isinstance(found, Slowdown)
-    return found
+def slowdown(stream_of_rank: TracedStream) -> Slowdown:
+    chart = pictures(recording(stream_of_rank)).slowdown
+    assert isinstance(chart, Slowdown)
+    return chart
 
 
 def test_steps_are_those_recorded_and_stages_are_divided_by_the_workers() -> None:
-    one = stream()
-    (found,) = pictures(recording(one)).steps
-    assert isinstance(found, RankSteps)
-    assert found.steps.tolist() == [row[0] for row in one.rows][-len(found.steps) :]
-    assert found.step_s == pytest.approx(0.2)
-    assert found.wait_s == pytest.approx(0.1)
-    assert found.stages["read"] == pytest.approx(0.1 / 2)
-    assert found.stages["decode"] == pytest.approx(0.3 / 2)
+    recorded = stream()
+    (steps,) = pictures(recording(recorded)).steps
+    assert isinstance(steps, RankSteps)
+    assert steps.steps.tolist() == [row[0] for row in recorded.rows][-len(steps.steps) :]
+    assert steps.step_s == pytest.approx(0.2)
+    assert steps.wait_s == pytest.approx(0.1)
+    assert steps.stages["read"] == pytest.approx(0.1 / 2)
+    assert steps.stages["decode"] == pytest.approx(0.3 / 2)
     # two workers that are always busy: what they do in a step takes the whole step
-    assert sum(found.stages[name] for name in STAGES) == pytest.approx(found.step_s)
+    assert sum(steps.stages[name] for name in STAGES) == pytest.approx(steps.step_s)
 
 
 def test_memory_is_told_by_what_decoding_leaves() -> None:
     # Two workers: storage gives a batch in 0.2 s, decoding alone takes 0.15 s.
-    found = slowdown(stream())
-    assert found.times[0] == pytest.approx(0.2 / 0.15, rel=1e-3)
-    assert found.times[-1] == 1.0
-    assert (np.diff(found.times) <= 1e-9).all(), "more memory is never slower"
+    chart = slowdown(stream())
+    assert chart.times[0] == pytest.approx(0.2 / 0.15, rel=1e-3)
+    assert chart.times[-1] == 1.0
+    assert (np.diff(chart.times) <= 1e-9).all(), "more memory is never slower"
     assert slowdown(stream(work=(0.1, 0.0, 0.3))).times == pytest.approx(1.0)
 
 
 def test_throughput_is_that_of_the_slowest_rank_and_ends_at_training() -> None:
     slow, quick = stream(0, (0.1, 0.0, 0.6)), stream(1, (0.1, 0.0, 0.2))
-    found = pictures(recording(slow, quick)).throughput
-    assert not isinstance(found, str)
-    assert found.measured == pytest.approx(2 * EACH / 0.3, rel=1e-3)
-    assert found.fed == pytest.approx(2 * EACH / 0.1, rel=1e-3)
-    at = dict(zip(found.workers.tolist(), found.samples_s, strict=True))
-    assert at[2] == pytest.approx(found.measured, rel=1e-3), "the model begins at what was seen"
+    chart = pictures(recording(slow, quick)).throughput
+    assert not isinstance(chart, str)
+    assert chart.measured == pytest.approx(2 * EACH / 0.3, rel=1e-3)
+    assert chart.fed == pytest.approx(2 * EACH / 0.1, rel=1e-3)
+    at = dict(zip(chart.workers.tolist(), chart.samples_s, strict=True))
+    assert at[2] == pytest.approx(chart.measured, rel=1e-3), "the model begins at what was seen"
     assert [at[n] for n in (1, 3, 6)] == pytest.approx(
         [2 * EACH / (0.6 / n) for n in (1, 3, 6)], rel=1e-3
     )
-    assert max(found.samples_s) == pytest.approx(found.fed, rel=1e-3)
+    assert max(chart.samples_s) == pytest.approx(chart.fed, rel=1e-3)
 
 
 def test_reuse_is_that_of_the_plan_beside_the_length_of_an_epoch() -> None:
-    found = pictures(recording(stream())).reuse
-    assert not isinstance(found, str)
-    assert found.counts.tolist() == REUSE["counts"]
-    assert found.epoch == REUSE["objects"] / EACH
+    chart = pictures(recording(stream())).reuse
+    assert not isinstance(chart, str)
+    assert chart.counts.tolist() == REUSE["counts"]
+    assert chart.epoch == REUSE["objects"] / EACH
 
 
 @pytest.mark.parametrize("seed", seeds(20))
@@ -106,9 +108,9 @@ def test_reuse_distances_are_those_of_the_reads_in_their_order(seed: int) -> Non
                 expected.append(at - last[sample])
             last[sample] = at
         step = int(steps[-1]) + 1
-    found = uses.reuse_distances(most=1000)
-    assert sorted(found.tolist()) == sorted(expected)
-    counts, edges = histogram(found, bins=7)
+    distances = uses.reuse_distances(most=1000)
+    assert sorted(distances.tolist()) == sorted(expected)
+    counts, edges = histogram(distances, bins=7)
     assert counts.sum() == len(expected)
     assert len(counts) <= 7
     assert len(edges) == len(counts) + (len(counts) > 0)
@@ -122,10 +124,10 @@ def test_of_many_objects_some_stand_for_all() -> None:
     assert uses.reuse_distances(most=64).tolist() == [n] * len(range(0, n, 16))
 
 
-def reasons(one: TracedStream) -> dict[str, str]:
-    found: Pictures = pictures(recording(one))
-    rest = {name: getattr(found, name) for name in ("slowdown", "throughput", "reuse")}
-    return {name: why for name, why in rest.items() if isinstance(why, str)}
+def reasons(stream_of_rank: TracedStream) -> dict[str, str]:
+    charts: Pictures = pictures(recording(stream_of_rank))
+    others = {name: getattr(charts, name) for name in ("slowdown", "throughput", "reuse")}
+    return {name: why for name, why in others.items() if isinstance(why, str)}
 
 
 def test_pictures_that_cannot_be_drawn_have_a_reason() -> None:
@@ -143,9 +145,9 @@ def test_pictures_that_cannot_be_drawn_have_a_reason() -> None:
 
 def test_of_many_ranks_those_that_waited_most_are_shown() -> None:
     ranks = [stream(rank, (0.1, 0.0, 0.1 + 0.05 * rank), world=12) for rank in range(12)]
-    found = pictures(recording(*ranks))
-    assert [one.rank for one in found.steps] == [*range(4, 12)]
-    assert found.left_out == 4
+    charts = pictures(recording(*ranks))
+    assert [rank.rank for rank in charts.steps] == [*range(4, 12)]
+    assert charts.left_out == 4
 
 
 def test_of_several_jobs_one_is_drawn() -> None:
@@ -161,10 +163,10 @@ def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
     was = recording(stream(), stream(1))
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"traceEvents": [], KEY: as_json(was)}))
-    found = read(str(path))
-    assert found.cores == was.cores
-    assert [one.rows for one in found.streams] == [one.rows for one in was.streams]
-    assert [one.session for one in found.streams] == [one.session for one in was.streams]
+    recorded = read(str(path))
+    assert recorded.cores == was.cores
+    assert [part.rows for part in recorded.streams] == [part.rows for part in was.streams]
+    assert [part.session for part in recorded.streams] == [part.session for part in was.streams]
 
 
 def kept() -> dict[str, Any]:
@@ -220,10 +222,10 @@ def test_one_file_has_all_pictures(ending: str, tmp_path: Path) -> None:
     path, out = tmp_path / "run.json", tmp_path / f"run{ending}"
     streams = [stream(rank, world=9) for rank in range(9)]
     path.write_text(json.dumps({KEY: as_json(recording(*streams))}))
-    told = plot.plot(str(path), str(out))
-    assert told["drawn"] == ["steps", "slowdown", "throughput", "reuse"]
-    assert told["left_out"] == {}
-    assert told["ranks"] == 8
+    answer = plot.plot(str(path), str(out))
+    assert answer["drawn"] == ["steps", "slowdown", "throughput", "reuse"]
+    assert answer["left_out"] == {}
+    assert answer["ranks"] == 8
     assert out.read_bytes().startswith(b"\x89PNG" if ending == ".png" else b"<?xml")
     with pytest.raises(ConfigError, match="cannot be written"):
         plot.plot(str(path), str(tmp_path / "no" / f"where{ending}"))
@@ -233,9 +235,9 @@ def test_a_picture_of_nothing_but_steps_says_why(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path, out = tmp_path / "run.json", tmp_path / "run.svg"
     few = stream(reuse=NO_REUSE, dataset="nothing")
-    one = TracedStream(few.session, few.rows[:2], NO_REUSE)
-    path.write_text(json.dumps({KEY: as_json(recording(one))}))
-    told = plot.plot(str(path), str(out))
-    assert told["drawn"] == ["steps"]
-    assert {*told["left_out"]} == {"slowdown", "throughput", "reuse"}
-    assert "not drawn: reuse: creel does not see" in plot.sentence(told)
+    recorded = TracedStream(few.session, few.rows[:2], NO_REUSE)
+    path.write_text(json.dumps({KEY: as_json(recording(recorded))}))
+    answer = plot.plot(str(path), str(out))
+    assert answer["drawn"] == ["steps"]
+    assert {*answer["left_out"]} == {"slowdown", "throughput", "reuse"}
+    assert "not drawn: reuse: creel does not see" in plot.sentence(answer)

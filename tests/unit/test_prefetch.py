@@ -20,17 +20,17 @@ def test_a_stream_is_the_list_of_its_steps(seed: int) -> None:
     epochs: list[int] = []
     epoch = done = 0
     for _ in range(40):
-        what = rng.random()
-        if what < 0.6:
+        chance = rng.random()
+        if chance < 0.6:
             parts = [rng.integers(0, 99, rng.integers(0, 4)).tolist() for _ in range(5)]
             flat = np.array([x for p in parts for x in p], np.int32)
             stream.extend(epoch, flat, np.cumsum([len(p) for p in parts]))
             steps += parts
             epochs += [epoch] * 5
             epoch += int(rng.integers(0, 2))
-        elif what < 0.8:
+        elif chance < 0.8:
             done = int(rng.integers(done, len(steps) + 1))
-            stream.forget(done)
+            stream.drop_before(done)
         else:
             cut = int(rng.integers(done, len(steps) + 2))
             stream.truncate(cut)
@@ -60,7 +60,7 @@ def test_many_small_pieces_and_much_progress_keep_memory_small() -> None:
     stream = SessionPlan()
     for step in range(30_000):
         stream.extend(step // 100, np.arange(8, dtype=np.int32), np.array([8]))
-        stream.forget(max(step - 10, 0))
+        stream.drop_before(max(step - 10, 0))
     assert stream.nbytes < 200_000  # of 1.2 MB
 
 

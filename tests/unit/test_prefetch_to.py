@@ -63,17 +63,17 @@ def test_every_tensor_moves_and_containers_keep_their_types() -> None:
         "no copy": Fixed([x]),
         "range": range(3),
     }
-    found = moved(batch, META)
-    assert found["pair"].x[0].device == found["pair"].to[0].device == META
-    assert found["pair"].x[1:] == ["text"]
-    assert found["pair"].to[1:] == (b"bytes", 7)
-    assert type(found["ordered"]) is OrderedDict
-    assert list(found["ordered"]) == ["b", "a"]
-    assert type(found["fixed"]) is MappingProxyType
-    assert found["own"].x.device == found["packed"].data.device == META
-    assert (type(found["named"]), found["named"].name) == (Named, "kept")
-    assert found["named"]["x"].device == found["no copy"][0].device == META
-    assert found["range"] == [0, 1, 2]
+    batch_moved = moved(batch, META)
+    assert batch_moved["pair"].x[0].device == batch_moved["pair"].to[0].device == META
+    assert batch_moved["pair"].x[1:] == ["text"]
+    assert batch_moved["pair"].to[1:] == (b"bytes", 7)
+    assert type(batch_moved["ordered"]) is OrderedDict
+    assert list(batch_moved["ordered"]) == ["b", "a"]
+    assert type(batch_moved["fixed"]) is MappingProxyType
+    assert batch_moved["own"].x.device == batch_moved["packed"].data.device == META
+    assert (type(batch_moved["named"]), batch_moved["named"].name) == (Named, "kept")
+    assert batch_moved["named"]["x"].device == batch_moved["no copy"][0].device == META
+    assert batch_moved["range"] == [0, 1, 2]
     assert batch["named"] is named  # what the loader made is as it was
     assert named["x"].device.type == "cpu"
 
@@ -99,8 +99,10 @@ def test_containers_are_those_of_torchs_pin_memory(monkeypatch: pytest.MonkeyPat
 # --- on the CPU ---------------------------------------------------------------------------------
 
 
-def loader(**how: Any) -> Any:
-    return creel.DataLoader(TensorDataset(torch.arange(20)), 4, shuffle=True, creel=False, **how)
+def loader(**options: Any) -> Any:
+    return creel.DataLoader(
+        TensorDataset(torch.arange(20)), 4, shuffle=True, creel=False, **options
+    )
 
 
 def test_on_the_cpu_the_batches_are_the_loaders() -> None:
@@ -113,12 +115,12 @@ def test_on_the_cpu_the_batches_are_the_loaders() -> None:
         torch.manual_seed(3)
         expected = [batch[0].tolist() for batch in source]
         torch.manual_seed(3)
-        found = []
+        read = []
         for (numbers,) in wrapped:
-            found.append(numbers.tolist())
+            read.append(numbers.tolist())
             assert wrapped.indices.tolist() == numbers.tolist()
-            assert wrapped.state_dict()["batches"] == len(found)
-        assert found == expected
+            assert wrapped.state_dict()["batches"] == len(read)
+        assert read == expected
 
 
 def test_any_iterable_will_do_and_nothing_is_read_early() -> None:
@@ -129,10 +131,10 @@ def test_any_iterable_will_do_and_nothing_is_read_early() -> None:
             asked.append(i)
             yield torch.tensor(i)
 
-    found = iter(creel.prefetch_to("cpu", batches()))
+    batches_ahead = iter(creel.prefetch_to("cpu", batches()))
     assert asked == []
-    assert [next(found).item(), asked] == [0, [0]]
-    assert [int(one) for one in found] == [1, 2]
+    assert [next(batches_ahead).item(), asked] == [0, [0]]
+    assert [int(number) for number in batches_ahead] == [1, 2]
     with pytest.raises(TypeError):
         len(creel.prefetch_to("cpu", batches()))
     with pytest.raises(AttributeError, match="quux"):
@@ -224,8 +226,8 @@ def test_an_epoch_that_was_left_early_is_no_part_of_the_next() -> None:
     wrapped: Any = creel.prefetch_to("cpu", loader())
     next(ahead(wrapped))
     assert wrapped.state_dict()["batches"] == 1
-    found = [int(one) for (batch,) in ahead(wrapped) for one in batch]
-    assert sorted(found) == list(range(20))
+    numbers_read = [int(number) for (batch,) in ahead(wrapped) for number in batch]
+    assert sorted(numbers_read) == list(range(20))
 
 
 def test_an_interrupt_while_the_next_batch_comes_loses_none() -> None:
@@ -277,7 +279,7 @@ def test_on_cuda_batches_are_torchs_while_steps_are_late(workers: int, pin: bool
             del batch
     torch.cuda.synchronize()
     numbers = torch.arange(40.0, dtype=torch.float64).view(10, 4)
-    expected = [torch.stack([one * (1 << 20), one]) for _ in range(3) for one in numbers]
+    expected = [torch.stack([number * (1 << 20), number]) for _ in range(3) for number in numbers]
     assert all(torch.equal(a.cpu(), b) for a, b in zip(sums, expected, strict=True))
 
 

@@ -26,7 +26,7 @@ def test_long_work_has_a_line_that_is_gone_at_its_end(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress_line("warming", lambda: done, 12):
         shown = re.compile(r"warming: 3 of 12 \(25 %\), \d+ s")
-        until(lambda: bool(shown.search(terminal.getvalue())), what="a line")
+        until(lambda: bool(shown.search(terminal.getvalue())), event="a line")
     assert terminal.getvalue().endswith("\r\x1b[1A\x1b[2K")
 
 

@@ -65,9 +65,9 @@ def test_a_service_is_written_and_one_of_the_persons_own_is_kept(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     path = tmp_path / "systemd/user/creeld.service"
     assert main.main(["service", "install"]) == 0
-    told = capsys.readouterr().out
-    assert f"wrote {path}\n" in told
-    assert "loginctl enable-linger" in told
+    output = capsys.readouterr().out
+    assert f"wrote {path}\n" in output
+    assert "loginctl enable-linger" in output
     written = path.read_text()
     assert re.search(r'^ExecStart="?/.*/creeld"?$', written, re.MULTILINE)
     assert main.main(["service", "install"]) == 0

@@ -85,7 +85,7 @@ def daemon() -> Daemon:
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
     yield
-    until(lambda: not planners(), what="no planner is left")
+    until(lambda: not planners(), event="no planner is left")
 
 
 @pytest.fixture(autouse=True)
@@ -158,18 +158,18 @@ def test_the_daemon_is_told_exactly_the_epochs_order(
     for epoch in range(5):
         plan, steps = any_plan(rng)
         skip = rng.randrange(len(steps)) if rng.random() < 0.3 else 0
-        told = begun(publisher, plan, 2 * epoch, skip)
+        published = begun(publisher, plan, 2 * epoch, skip)
         ahead, later = any_plan(rng)
         publisher.add(PublishedEpoch(2 * epoch + 1, ahead))
         stop = len(steps) if rng.random() < 0.5 else rng.randrange(skip, len(steps) + 1)
         for i in range(skip, stop):
-            assert publisher.reach(told, i)
-            claim = told.claim_of(i, np.array(steps[i]))
+            assert publisher.reach(published, i)
+            claim = published.claim_of(i, np.array(steps[i]))
             assert claim is not None
-            assert claim.step == told.step(i) == step + i - skip
+            assert claim.step == published.step(i) == step + i - skip
             assert claim.ids.tolist() == objects_of([steps[i]])[0]
             if i + 1 < len(steps) and steps[i + 1] != steps[i]:
-                assert told.claim_of(i, np.array(steps[i + 1])) is None
+                assert published.claim_of(i, np.array(steps[i + 1])) is None
             if rng.random() < 0.5:
                 publisher.pump()
         if stop < len(steps) or rng.random() < 0.5:  # left, or predicted wrongly
@@ -178,7 +178,7 @@ def test_the_daemon_is_told_exactly_the_epochs_order(
             want += steps[skip:stop]
             epochs += [2 * epoch] * (stop - skip)
         else:
-            assert not publisher.reach(told, stop)
+            assert not publisher.reach(published, stop)
             told_all(publisher, daemon, step + len(steps) - skip + len(later))
             step += len(steps) - skip + len(later)
             want += steps[skip:] + later
@@ -193,7 +193,7 @@ def told_all(publisher: PlanPublisher, daemon: Daemon, steps: int) -> None:
         publisher.pump()
         return len(daemon.steps) == steps
 
-    until(all_told, what="all is told")
+    until(all_told, event="all is told")
 
 
 def scarce(_: threading.Thread) -> None:
@@ -211,13 +211,13 @@ def test_a_trainer_that_is_faster_than_the_thread_publishes_what_it_needs(
 
     monkeypatch.setattr(EpochPlan, "draw", slow)
     publisher = publisher_of(daemon)
-    told = begun(publisher, counted(8))
+    published = begun(publisher, counted(8))
     for i in range(N // 8 // 2):
-        assert publisher.reach(told, i)
-        assert told.claim_of(i, np.arange(8 * i, 8 * i + 8))
+        assert publisher.reach(published, i)
+        assert published.claim_of(i, np.arange(8 * i, 8 * i + 8))
     assert planners()
     gate.set()
-    until(lambda: told.complete, what="the thread tells the rest")
+    until(lambda: published.complete, event="the thread tells the rest")
     want = [list(range(a, a + 8)) for a in range(0, N, 8)]
     assert daemon.steps == objects_of(want)
 
@@ -240,12 +240,13 @@ def test_an_order_that_cannot_be_computed_after_all_ends_there(daemon: Daemon) -
         return pairs(indices)
 
     publisher = publisher_of(daemon, objects=own)
-    told = begun(publisher, counted(10))
-    until(lambda: told.complete, what="it ends")
-    assert 0 < told.total <= N // 20
-    assert not publisher.reach(told, told.total)
+    published = begun(publisher, counted(10))
+    until(lambda: published.complete, event="it ends")
+    assert 0 < published.total <= N // 20
+    assert not publisher.reach(published, published.total)
     assert (
-        daemon.steps == objects_of([list(range(a, a + 10)) for a in range(0, N, 10)])[: told.total]
+        daemon.steps
+        == objects_of([list(range(a, a + 10)) for a in range(0, N, 10)])[: published.total]
     )
 
 
@@ -257,9 +258,9 @@ def test_a_finaliser_amid_a_message_of_its_thread_ends_the_session(daemon: Daemo
             publisher.cancel(1)
 
     daemon.during = dropped
-    told = begun(publisher, counted(8))
-    until(lambda: not daemon.session.alive, what="the session is given up")
-    assert not publisher.reach(told, N // 8 - 1)
+    published = begun(publisher, counted(8))
+    until(lambda: not daemon.session.alive, event="the session is given up")
+    assert not publisher.reach(published, N // 8 - 1)
 
 
 def test_a_finaliser_between_two_messages_cancels_the_rest(
@@ -267,7 +268,7 @@ def test_a_finaliser_between_two_messages_cancels_the_rest(
 ) -> None:
     monkeypatch.setattr(session, "SIZES", session.MessageSizes(limit=4, fresh=4))
     publisher = publisher_of(daemon)
-    told = begun(publisher, counted(8, 40))
+    published = begun(publisher, counted(8, 40))
     assert daemon.steps
 
     def dropped() -> None:
@@ -275,10 +276,10 @@ def test_a_finaliser_between_two_messages_cancels_the_rest(
         publisher.cancel(2)
 
     daemon.after = dropped
-    assert publisher.publish_pulled(told, 0, np.arange(4), np.arange(8, dtype=np.int32)) < 0
+    assert publisher.publish_pulled(published, 0, np.arange(4), np.arange(8, dtype=np.int32)) < 0
     assert daemon.session.alive
     assert len(daemon.steps) == 2
-    assert publisher.publish_pulled(told, 0, np.arange(4), np.arange(8, dtype=np.int32)) == 2
+    assert publisher.publish_pulled(published, 0, np.arange(4), np.arange(8, dtype=np.int32)) == 2
 
 
 def test_a_finaliser_that_would_wait_for_its_own_thread_gives_the_session_up(
@@ -294,7 +295,7 @@ def test_a_finaliser_that_would_wait_for_its_own_thread_gives_the_session_up(
 
     daemon.during = hold
     begun(publisher, counted(8))
-    until(lambda: daemon.sending, what="the planner sends")
+    until(lambda: daemon.sending, event="the planner sends")
     publisher.cancel(1)
     assert not daemon.session.alive
     cancelled.set()
@@ -315,8 +316,8 @@ def claimed(
     epoch: PublishedEpoch, first: int, samples: list[NDArray[np.int64]]
 ) -> list[list[int] | None]:
     """Return the objects of the batches from `first` on, of these samples; None: not published."""
-    claims = (epoch.claim_of(i, one) for i, one in enumerate(samples, first))
-    return [None if one is None else one.ids.tolist() for one in claims]
+    claims = (epoch.claim_of(i, indices) for i, indices in enumerate(samples, first))
+    return [None if claim is None else claim.ids.tolist() for claim in claims]
 
 
 def test_batches_that_are_not_planned_are_followed_by_number(daemon: Daemon) -> None:
@@ -345,8 +346,11 @@ def test_a_plan_that_is_left_goes_on_with_what_is_pulled(daemon: Daemon) -> None
     assert [epoch.step(i) for i in range(4, 9)] == [4, 5, 5, 6, 6]
     samples = [np.arange(4 * i, 4 * i + 4) for i in range(3, 8)]
     samples[3] = np.arange(3)
-    (four, five), rest = objects_of([[*one] for one in samples[:2]]), [None, [7, 8], None]
-    assert claimed(epoch, 3, samples) == [four, five, *rest]
+    (four, five), remaining = (
+        objects_of([[*indices] for indices in samples[:2]]),
+        [None, [7, 8], None],
+    )
+    assert claimed(epoch, 3, samples) == [four, five, *remaining]
     assert sum(len(piece.ends) for piece in epoch.take(2, 7)) == 4
 
 

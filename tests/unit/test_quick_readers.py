@@ -103,8 +103,8 @@ def test_objects_on_disk_are_not_left_to_the_reader() -> None:
 def test_objects_left_to_the_reader_do_not_count_as_failed() -> None:
     model = Model(1.75 * DIRECT_S)
     model.epochs(2)
-    told = model.core.snapshot()
-    assert told["sessions"]["1"]["failed"] == told["datasets"]["d"]["failed"] == 0
+    snapshot = model.core.snapshot()
+    assert snapshot["sessions"]["1"]["failed"] == snapshot["datasets"]["d"]["failed"] == 0
 
 
 def test_a_reader_slower_than_the_source_is_left_nothing() -> None:

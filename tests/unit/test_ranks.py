@@ -20,7 +20,7 @@ STEP = {**ALLOCATED, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 
 
 @pytest.mark.parametrize(
-    "env, told",
+    "env, expected",
     [
         ({}, (0, 1)),
         ({"RANK": "3", "WORLD_SIZE": "8"}, (3, 8)),
@@ -52,8 +52,8 @@ STEP = {**ALLOCATED, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
         ({"RANK": "\u0662", "WORLD_SIZE": "8"}, (0, 1)),
     ],
 )
-def test_ranks_are_as_the_launcher_says(env: dict[str, str], told: tuple[int, int]) -> None:
-    assert launched(env) == told
+def test_ranks_are_as_the_launcher_says(env: dict[str, str], expected: tuple[int, int]) -> None:
+    assert launched(env) == expected
 
 
 def test_all_tasks_of_a_step_are_of_one_job() -> None:

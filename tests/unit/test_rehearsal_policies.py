@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from creel.policies.arrays import Ints
-from creel.policies.rehearsal.content import (
+from creel.policies.rehearsal.growth import Growth
+from creel.policies.rehearsal.memory_rows import (
     UNLABELLED,
     Offered,
     ascending,
@@ -19,8 +20,7 @@ from creel.policies.rehearsal.content import (
     merged,
     mixed,
 )
-from creel.policies.rehearsal.growth import Growth
-from creel.policies.rehearsal.passes import Head, Passes
+from creel.policies.rehearsal.replay_passes import Head, Passes
 from kit import seeds
 
 SEED = 5
@@ -47,13 +47,15 @@ def test_the_budget_is_used_whole_and_shares_differ_by_at_most_one(case: int) ->
     rng = random.Random(case)
     classes = any_classes(rng)
     budget = rng.randrange(1, 2 * len(classes))
-    found = chosen(offered(classes), budget)
-    assert len(found.uids) == min(budget, len(classes))
-    assert np.all(np.diff(found.uids) > 0)
-    have, kept_of = Counter(classes.tolist()), Counter(found.classes.tolist())
-    cut = [kept_of[one] for one, many in have.items() if kept_of[one] < many]
+    memory = chosen(offered(classes), budget)
+    assert len(memory.uids) == min(budget, len(classes))
+    assert np.all(np.diff(memory.uids) > 0)
+    have, restart_objects = Counter(classes.tolist()), Counter(memory.classes.tolist())
+    cut = [restart_objects[label] for label, many in have.items() if restart_objects[label] < many]
     if cut:
-        assert max(kept_of.values()) - min(cut) <= 1, "no class has more than one that was cut"
+        assert max(restart_objects.values()) - min(cut) <= 1, (
+            "no class has more than one that was cut"
+        )
 
 
 @pytest.mark.parametrize("case", seeds(200))
@@ -110,8 +112,8 @@ def test_each_sample_of_a_class_is_kept_as_often_as_the_others() -> None:
     counts = np.zeros(len(classes))
     for seed in range(times):
         counts[kept(offered(classes, seed=seed), budget, seed + times)] += 1
-    for one, size in enumerate(sizes):
-        mine = counts[classes == one]
+    for label, size in enumerate(sizes):
+        mine = counts[classes == label]
         share = mine.sum() / times / size
         square = ((mine - times * share) ** 2).sum() / (times * share * (1 - share))
         # Wilson and Hilferty 1931; 4.265 is the normal quantile of 1 - 1e-5.
@@ -166,14 +168,14 @@ def test_the_number_of_ranks_changes_no_global_batch(case: int) -> None:
     rng = random.Random(case)
     every, seed, kept_rows = 8 * rng.randrange(1, 5), rng.getrandbits(64), rng.randrange(1, 400)
     steps = np.array([rng.randrange(1 << 20) for _ in range(20)])
-    found = []
+    batches = []
     for world in (1, 2, 4, 8):
         passes = Passes(kept_rows, every // world, world, seed)
         ranks = [passes.to_rank(rank, steps, head_of(passes)) for rank in range(world)]
         assert all(part.shape == (20, every // world) for part in ranks)
         assert all(np.all(np.diff(part, axis=1) >= 0) for part in ranks)
-        found.append(np.sort(np.concatenate(ranks, axis=1), axis=1))
-    assert all(np.array_equal(found[0], other) for other in found[1:])
+        batches.append(np.sort(np.concatenate(ranks, axis=1), axis=1))
+    assert all(np.array_equal(batches[0], other) for other in batches[1:])
 
 
 @pytest.mark.parametrize("kept_rows", [1, 3, 7])

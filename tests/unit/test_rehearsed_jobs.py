@@ -18,7 +18,7 @@ from creel.loader.data.binding.bind import Binding, bind
 from creel.loader.line.order.epoch_plan import EpochPlan
 from creel.messages import Close
 from creel.policies.cluster.job_order import JobOrder, JobReplays, SampleObjects
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.replay_passes import Passes
 
 FILES, TASK = 130, 37
 
@@ -41,7 +41,7 @@ def loader_of(task: Any, memory: creel.Rehearsal, rank: int, world: int, **more:
     return creel.DataLoader(task, 4, sampler=sampler, rehearsal=memory, collate_fn=list)
 
 
-def told(plan: EpochPlan | None, binding: Binding | None) -> JobOrder:
+def order_of(plan: EpochPlan | None, binding: Binding | None) -> JobOrder:
     """Return what a daemon is told of an epoch."""
     assert plan is not None
     assert binding is not None
@@ -68,7 +68,7 @@ def test_ranks_read_what_daemons_are_told(
     for ahead in range(3):
         plans = [epoch.predict(ahead) for epoch in epochs]
         bindings = [bind(loader.dataset) for loader in loaders]
-        orders = list(map(told, plans, bindings))
+        orders = list(map(order_of, plans, bindings))
         assert len(set(orders)) == 1, "ranks do not say the same"
         assert orders[0].replays is not None
         for plan, binding, read in zip(
@@ -93,7 +93,7 @@ def test_while_a_memory_grows_within_an_epoch_nobody_is_told(data: Any) -> None:
 def test_before_anything_was_added_a_loader_rehearses_but_replays_nothing(data: Any) -> None:
     loader = loader_of(parts(data)[0], creel.Rehearsal(2), 0, 2)
     epoch = observe(loader)
-    assert told(epoch.predict(), bind(loader.dataset)).replays is None
+    assert order_of(epoch.predict(), bind(loader.dataset)).replays is None
     assert epoch.extended
 
 
@@ -103,10 +103,10 @@ def test_a_job_may_read_its_samples_and_the_kept_ones(data: Any) -> None:
     memory.add(first)
     binding = bind(loader_of(second, memory, 0, 1).dataset)
     assert binding is not None
-    among = binding.of_samples(TASK + 5)
-    assert among is not None
+    object_of = binding.of_samples(TASK + 5)
+    assert object_of is not None
     kept = [first.indices[uid] for uid in memory.uids]
-    assert among.objects.tolist() == [*second.indices, *kept]
+    assert object_of.objects.tolist() == [*second.indices, *kept]
 
 
 @pytest.mark.parametrize("lacks", ["among", "world", "rows", "steps", "seed", "first_step"])
@@ -115,11 +115,11 @@ def test_impossible_replays_are_not_sound(data: Any, lacks: str) -> None:
     memory = creel.Rehearsal(2)
     memory.add(first)
     loader = loader_of(second, memory, 0, 2)
-    order = told(observe(loader).predict(), bind(loader.dataset))
+    order = order_of(observe(loader).predict(), bind(loader.dataset))
     replays = order.replays
     assert replays is not None
     wrong = {
-        "among": order._replace(among=None),
+        "among": order._replace(object_of=None),
         "world": order._replace(replays=replays._replace(passes=replays.passes._replace(world=3))),
         "rows": order._replace(replays=replays._replace(passes=replays.passes._replace(kept=1))),
         "steps": order._replace(

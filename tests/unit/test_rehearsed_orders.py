@@ -31,8 +31,8 @@ from creel.errors import ConfigError
 from creel.loader.line.order.epoch_plan import same_batch
 from creel.loader.line.order.generators import seeded
 from creel.loader.line.order.rehearsing import EpochStart, Replays
-from creel.policies.rehearsal.content import mixed
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.memory_rows import mixed
+from creel.policies.rehearsal.replay_passes import Passes
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,10 +52,10 @@ def test_an_order_with_replays_is_what_torch_iterates(case: int) -> None:
         set_epoch(theirs, epoch)
         torch.manual_seed(case + epoch)
         previous = observe(ours, previous=previous)
-        found = [plain(batch) for batch in previous]
+        batches = [plain(batch) for batch in previous]
         seen = states(ours)
         torch.manual_seed(case + epoch)
-        assert str(found) == str(list(theirs))
+        assert str(batches) == str(list(theirs))
         assert seen == states(theirs)
 
 
@@ -96,13 +96,13 @@ def test_an_epoch_with_replays_goes_on_in_another_process(case: int) -> None:
     order = observe(first, previous=order)
     taken = len(list(itertools.islice(order, rng.randrange(5))))
     state = json.loads(json.dumps(order.state()))
-    rest = [plain(b) for b in order]
+    remaining = [plain(b) for b in order]
     then = observe(first, previous=order)
     following = old_in(then, first)
     torch.manual_seed(999)
     again = observe(second, state=state)
     again.skip(taken)
-    assert str([plain(b) for b in again]) == str(rest)
+    assert str([plain(b) for b in again]) == str(remaining)
     later = observe(second, previous=again)
     assert old_in(later, second) == following
 
@@ -142,8 +142,8 @@ def test_batches_of_a_persons_sampler_have_replays_too() -> None:
     ahead = order.predict(1)
     assert ahead is not None
     for epoch in range(3):
-        found = list(order)
-        assert found == list(theirs)
+        batches = list(order)
+        assert batches == list(theirs)
         state = json.loads(json.dumps(order.state()))
         again = loader()
         again.batch_sampler.batches.set_epoch(epoch)  # type: ignore[union-attr]  # a RehearsedBatches
@@ -237,13 +237,13 @@ def test_a_memory_grows_until_an_epoch_was_read_whole(batches: Any, last: int) -
         order = observe(ours, previous=order)
         now, known = order.predict(0), order.known
         assert (now is None) is not known
-        found = [plain(batch) for batch in itertools.islice(order, taken)]
-        assert found == list(itertools.islice(theirs, taken))
-        assert [len(batch) for batch in found] == [5, 5, *[7 if grows else 5] * 3][:taken]
+        batches_read = [plain(batch) for batch in itertools.islice(order, taken)]
+        assert batches_read == list(itertools.islice(theirs, taken))
+        assert [len(batch) for batch in batches_read] == [5, 5, *[7 if grows else 5] * 3][:taken]
         saved: Any = order.state()
         assert saved["rehearsal"]["grows"] is grows
         if now is not None:
-            assert np.array_equal(now.cut(0, taken)[0], np.concatenate(found))
+            assert np.array_equal(now.cut(0, taken)[0], np.concatenate(batches_read))
         ours.batch_sampler.set_epoch(7)  # type: ignore[union-attr]  # a RehearsedBatches
         theirs.batch_sampler.set_epoch(7)  # type: ignore[union-attr]  # a RehearsedBatches
 
@@ -264,14 +264,14 @@ N = 203
 def ranks(world: int, each: int, replays: int, *, seed: int = 0) -> list[Any]:
     """Return a loader for each rank, which reads directly."""
     data = torch.arange(N)
-    made: list[Any] = []
+    loaders: list[Any] = []
     for rank in range(world):
         memory = creel.Rehearsal(replays, budget=70, seed=seed)
         memory.add(torch.arange(1000, 1100))  # type: ignore[arg-type]  # a tensor is map-style
         sampler: DistributedSampler[Any] = DistributedSampler(data, world, rank, True, 7)  # type: ignore[arg-type]  # as above
         options: dict[str, Any] = {"creel": False, "sampler": sampler, "rehearsal": memory}
-        made.append(creel.DataLoader(data, each, **options))  # type: ignore[arg-type]  # as above
-    return made
+        loaders.append(creel.DataLoader(data, each, **options))  # type: ignore[arg-type]  # as above
+    return loaders
 
 
 def global_batches(loaders: list[Any], epoch: int, steps: int | None = None) -> list[Any]:
@@ -280,8 +280,8 @@ def global_batches(loaders: list[Any], epoch: int, steps: int | None = None) -> 
     for loader in loaders:
         loader.sampler.set_epoch(epoch)
     for batches in itertools.islice(zip(*loaders, strict=True), steps):
-        found = sorted(x for batch in batches for x in batch.tolist())
-        out.append(([x for x in found if x < 1000], [x for x in found if x >= 1000]))
+        numbers = sorted(x for batch in batches for x in batch.tolist())
+        out.append(([x for x in numbers if x < 1000], [x for x in numbers if x >= 1000]))
     return out
 
 
@@ -312,9 +312,11 @@ def test_other_ranks_go_on_with_the_same_global_batches(
     assert global_batches(before, 0) == wanted[0]
     assert global_batches(before, 1, taken) == wanted[1][:taken]
     after = resumed(before[-1].state_dict(), ranks(*new))
-    rest = global_batches(after, 1)
-    assert [old for _, old in rest] == [old for _, old in wanted[1][taken:]]
-    assert rest[:-1] == wanted[1][taken:-1], "the last batch is filled up for more or fewer ranks"
+    remaining = global_batches(after, 1)
+    assert [old for _, old in remaining] == [old for _, old in wanted[1][taken:]]
+    assert remaining[:-1] == wanted[1][taken:-1], (
+        "the last batch is filled up for more or fewer ranks"
+    )
     assert [old for _, old in global_batches(after, 2)] == [old for _, old in wanted[2]]
 
 
@@ -322,12 +324,12 @@ def test_another_batch_size_goes_on_with_the_rows_of_the_steps_that_it_begins_in
     first = ranks(1, 16, 8)
     whole = global_batches(ranks(1, 16, 8), 0)
     global_batches(first, 0, 4)
-    rest = global_batches(resumed(first[0].state_dict(), ranks(1, 32, 8)), 0)
-    assert [new for new, _ in rest] == [
+    remaining = global_batches(resumed(first[0].state_dict(), ranks(1, 32, 8)), 0)
+    assert [new for new, _ in remaining] == [
         sorted(a + b)
         for (a, _), (b, _) in itertools.zip_longest(whole[4::2], whole[5::2], fillvalue=([], []))
     ]
-    assert len({tuple(old) for _, old in rest}) == len(rest), "each step has other rows"
+    assert len({tuple(old) for _, old in remaining}) == len(remaining), "each step has other rows"
 
 
 def test_a_batch_that_is_left_out_leaves_out_its_rows_too() -> None:

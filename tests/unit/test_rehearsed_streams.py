@@ -19,8 +19,8 @@ from creel.errors import ConfigError, SourceError
 from creel.loader.extras.streams import reader_notes
 from creel.loader.extras.streams.batches import StreamBatches
 from creel.loader.extras.streams.stream import Stream
-from creel.policies.rehearsal.content import UNLABELLED, Offered, kept, mixed
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.memory_rows import UNLABELLED, Offered, kept, mixed
+from creel.policies.rehearsal.replay_passes import Passes
 from creel.streams import cursors
 from creel.streams.log import Log, medium_of
 from creel.streams.producer import Producer
@@ -66,8 +66,8 @@ def test_each_block_replays_what_was_kept_of_the_blocks_before(place: Place, see
     assert len(steps) == len(bare)
     for t, (step, new) in enumerate(zip(steps, bare, strict=True)):
         block, inside = divmod(t, every)
-        assert [own[: len(one)] for own, one in zip(step, new, strict=True)] == new
-        rows = [own[len(one) :] for own, one in zip(step, new, strict=True)]
+        assert [own[: len(rows_new)] for own, rows_new in zip(step, new, strict=True)] == new
+        rows = [own[len(rows_new) :] for own, rows_new in zip(step, new, strict=True)]
         if not block:
             assert rows == [[]] * world
             continue
@@ -295,7 +295,7 @@ def test_a_reader_without_a_memory_gives_back_what_its_last_run_held(place: Plac
     items.delivered(1)
     producer.put(**record(101))
     assert log.numbers()[0] >= 76
-    until(lambda: log.size(0) < 0, what="the first chunk is deleted")
+    until(lambda: log.size(0) < 0, event="the first chunk is deleted")
 
 
 def test_holes_never_read_as_records(tmp_path: Path) -> None:
@@ -305,10 +305,10 @@ def test_holes_never_read_as_records(tmp_path: Path) -> None:
     stream, left = Stream(tmp_path / "s", None), []
     for number in range(1000):
         try:
-            found = stream[number]
+            records = stream[number]
         except SourceError:
             continue
-        assert {k: v.tolist() for k, v in found.items()} == {
+        assert {k: v.tolist() for k, v in records.items()} == {
             "x": [[number / 2] * 2] * 3,
             "i": number,
         }

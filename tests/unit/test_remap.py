@@ -29,10 +29,12 @@ from kit import seeds, until
 class Job:
     """The loaders of all ranks, and the orders that they begin."""
 
-    def __init__(self, samples: int, node_of: tuple[int, ...], batch: int, **how: bool) -> None:
+    def __init__(self, samples: int, node_of: tuple[int, ...], batch: int, **options: bool) -> None:
         self.world, self.exchange = len(node_of), Exchange(node_of, batch)
         data = TensorDataset(torch.arange(samples))
-        shuffle, drop_last, even = (how.get(name, False) for name in ("shuffle", "drop", "even"))
+        shuffle, drop_last, even = (
+            options.get(name, False) for name in ("shuffle", "drop", "even")
+        )
         self.loaders = [
             creel.DataLoader(
                 data,
@@ -73,8 +75,8 @@ def any_job(seed: int) -> Job:
     rng = random.Random(seed)
     world = rng.randint(2, 6)
     node_of = tuple(rng.randrange(rng.randint(1, 3)) for _ in range(world))
-    how = {name: rng.random() < 0.5 for name in ("shuffle", "drop", "even")}
-    return Job(rng.randint(world, 400), node_of, rng.randint(1, 17), **how)
+    options = {name: rng.random() < 0.5 for name in ("shuffle", "drop", "even")}
+    return Job(rng.randint(world, 400), node_of, rng.randint(1, 17), **options)
 
 
 @pytest.mark.parametrize("seed", seeds(40))
@@ -132,8 +134,8 @@ def test_other_ranks_exchange_what_is_left_of_an_epoch(new: tuple[int, ...]) -> 
     head = together([[np.asarray(next(order)).tolist() for _ in range(5)] for order in orders])
     state = orders[0].state()
     states = [resharded(loader, state, batches=5, over=False)[0] for loader in after_it.loaders]
-    rest = together([rows(order) for order in after_it.begin(1, states)])
-    read = list(chain(*head, *rest))
+    remaining = together([rows(order) for order in after_it.begin(1, states)])
+    read = list(chain(*head, *remaining))
     assert set(read) == set(range(211))
     assert len(read) < 211 + len(new)
 
@@ -157,13 +159,13 @@ def test_samples_unshuffled_or_on_one_node_stay_as_they_are_dealt() -> None:
 
 
 def test_ranks_that_differ_are_refused_together() -> None:
-    one, two = Terms("x", 0, "a", (2, 8)), Terms("y", 1, "b", (2, 8))
-    assert decide(REMAP, "c", [two, one]).node_of == (0, 1)
-    assert not decide(REMAP, "c", [one, two]).refused
+    first, two = Terms("x", 0, "a", (2, 8)), Terms("y", 1, "b", (2, 8))
+    assert decide(REMAP, "c", [two, first]).node_of == (0, 1)
+    assert not decide(REMAP, "c", [first, two]).refused
     for other in (Terms("y", 1, "b", (2, 9)), Terms("y", 0, "b", (2, 8))):
-        found = decide(REMAP, "c", [one, other])
-        assert found.refused
-        assert found.names == ("x", "y")
+        agreed = decide(REMAP, "c", [first, other])
+        assert agreed.refused
+        assert agreed.names == ("x", "y")
 
 
 class Ranks:
@@ -172,7 +174,7 @@ class Ranks:
     def __init__(self, store: Store, world: int) -> None:
         self.store, self.world = store, world
         self._threads = ThreadPoolExecutor(world)
-        self._made = 0
+        self._count = 0
 
     def __enter__(self) -> Ranks:
         return self
@@ -181,8 +183,8 @@ class Ranks:
         self._threads.shutdown()
 
     def begin(self, rank: int) -> Future[Decision]:
-        self._made += 1
-        terms = Terms(f"process {self._made}", rank, f"n{self._made}", (self.world, 8))
+        self._count += 1
+        terms = Terms(f"process {self._count}", rank, f"n{self._count}", (self.world, 8))
         return self._threads.submit(negotiated, REMAP, rank, self.world, terms, self.store)
 
     def agree(self) -> None:
@@ -197,13 +199,13 @@ def test_ranks_agree_in_a_store_that_has_the_words_of_dead_ones(first: int) -> N
         dead.agree()
         store.set("creel/remap/call", "which the next process of rank 0 died after")
     with Ranks(store, 2) as ranks:
-        one = ranks.begin(first)
+        future = ranks.begin(first)
         if first:  # it answers a rank that has left
             until(lambda: b"died after" in store.get("creel/remap/terms/1"))
         else:
             until(lambda: b"died after" not in store.get("creel/remap/call"))
         other = ranks.begin(1 - first)
-        assert one.result().node_of == other.result().node_of == (0, 1)
+        assert future.result().node_of == other.result().node_of == (0, 1)
 
 
 def test_many_loaders_leave_as_many_keys_as_one(tmp_path: Path) -> None:
@@ -238,16 +240,16 @@ def test_only_torchs_distributed_sampler_deals_to_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [{"sampler": list(range(10))}, {"batch_sampler": [[1, 2], [3]]}, {"batch_size": None}],
     ids=["sampler", "batch_sampler", "batch_size"],
 )
-def test_a_loader_that_deals_otherwise_is_refused_when_it_is_made(how: dict[str, Any]) -> None:
+def test_a_loader_that_deals_otherwise_is_refused_when_it_is_made(options: dict[str, Any]) -> None:
     data = TensorDataset(torch.arange(10))
-    if "batch_size" in how:
-        how = {**how, "sampler": DistributedSampler(data, 2, 0)}
+    if "batch_size" in options:
+        options = {**options, "sampler": DistributedSampler(data, 2, 0)}
     with pytest.raises(ConfigError, match="DistributedSampler"):
-        creel.DataLoader(data, **how, creel=False, remap="global-batch")
+        creel.DataLoader(data, **options, creel=False, remap="global-batch")
     creel.DataLoader(data, creel=False, remap="global-batch")  # Lightning will deal its samples
 
 

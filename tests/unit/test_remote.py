@@ -104,8 +104,8 @@ def ranged(content: bytes, shift: int = 0, total: str = "") -> Web:
         if first >= len(content):
             return 416, {"Content-Range": f"bytes */{len(content)}"}, b""
         body = content[first : last + 1]
-        told = f"bytes {first}-{first + len(body) - 1}/{total or len(content)}"
-        return 206, {"Content-Range": told}, body
+        content_range = f"bytes {first}-{first + len(body) - 1}/{total or len(content)}"
+        return 206, {"Content-Range": content_range}, body
 
     return answer
 
@@ -265,11 +265,11 @@ def test_the_tag_of_a_read_is_that_of_a_question() -> None:
 
     with web(answer) as uri:
         source, parts = whole(uri, 100), ten_of_ten(uri)
-        (told,) = source.versions(np.array([0])).tolist()
+        (tag,) = source.versions(np.array([0])).tolist()
         length = np.array([100]), np.array([10])
-        one = source.read_parts(np.array([0]), length[0], [[memoryview(bytearray(100))]])
+        read = source.read_parts(np.array([0]), length[0], [[memoryview(bytearray(100))]])
         other = parts.read_parts(np.array([3]), length[1], [[memoryview(bytearray(10))]])
-        assert told == one.version[0] == other.version[0] > 0
+        assert tag == read.version[0] == other.version[0] > 0
 
 
 # --- servers that never answer --------------------------------------------------------------------

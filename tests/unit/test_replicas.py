@@ -57,27 +57,27 @@ class Group:
         self.others = [Follower(Channel(theirs), 0) for _, theirs in ends]
         self.pools = [ReplicaPool(other, 64) for other in self.others]
         self.ranks = [Rank() for _ in range(followers + 1)]
-        self.made = 0
+        self.number = 0
         self.taken = [0] * followers
         self.new_slots = 0
 
     def make(self) -> None:
         """Make a batch, as a worker and its trainer do."""
-        self.batches.expect(0, self.made, [self.made])
+        self.batches.expect(0, self.number, [self.number])
         self.outbox.give_back(self.batches.returned(0, self.inbox.returned()))
-        data = torch.full((FLOATS,), float(self.made))
+        data = torch.full((FLOATS,), float(self.number))
         message, fds = self.outbox.pack(data)
         self.new_slots += len(fds)
-        self.batches.send(0, self.made, 0, message, fds)
+        self.batches.send(0, self.number, 0, message, fds)
         packed = self.inbox.accept(message, [os.dup(fd) for fd in fds])
-        self.ranks[0].got(unpack(packed, self.inbox), self.made)
-        self.made += 1
+        self.ranks[0].got(unpack(packed, self.inbox), self.number)
+        self.number += 1
 
     def take(self, k: int) -> None:
         """Let a follower take its next batch, if there is one."""
         pool = self.pools[k]
         pool.task(0, Task(0, self.taken[k], [self.taken[k]], DIRECT))
-        if self.taken[k] == self.made:
+        if self.taken[k] == self.number:
             return
         event = pool.next_event(10.0)
         assert isinstance(event, Made)
@@ -98,16 +98,16 @@ class Group:
 
 @pytest.fixture
 def group() -> Any:
-    made: list[Group] = []
+    groups: list[Group] = []
 
     def make(followers: int) -> Group:
-        made.append(Group(followers))
-        return made[0]
+        groups.append(Group(followers))
+        return groups[0]
 
     yield make
-    for one in made:
-        one.ranks.clear()
-        one.close()
+    for member in groups:
+        member.ranks.clear()
+        member.close()
 
 
 @pytest.mark.parametrize("seed", seeds(12))
@@ -125,9 +125,9 @@ def test_no_slot_is_written_while_a_rank_has_a_batch_in_it(
             here.take(rng.randrange(len(here.taken)))
         elif rank.held:
             rank.check(rng.randrange(len(rank.held)))
-    for one in here.ranks:
-        while one.held:
-            one.check(0)
+    for follower in here.ranks:
+        while follower.held:
+            follower.check(0)
 
 
 def test_slots_are_used_again_once_all_have_returned_them(group: Callable[[int], Group]) -> None:

@@ -21,11 +21,11 @@ from creel.cache.storage.version import CHANGING
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import CheckVersions, FetchObjects
-from creel.daemon.core.restart.kept import KeptObjects, Restored
+from creel.daemon.core.restart.objects import RestartObjects, Restored
 from creel.daemon.core.versions import Versions
 from creel.daemon.reporting.notify import handed_over
-from creel.daemon.service.memory import kept_memory
-from creel.daemon.service.memory.kept_memory import StoredDataset
+from creel.daemon.service.memory import restart_memory
+from creel.daemon.service.memory.restart_memory import StoredDataset
 from creel.errors import IllegalEventError
 from creel.messages import Begin, Close
 from creel.settings import MemorySettings
@@ -40,8 +40,8 @@ def lengths(rng: np.random.Generator, kind: str) -> I64:
     n = int(rng.integers(50, 400))
     if kind == "records":
         return np.full(n, rng.integers(1, 9000))
-    found = rng.integers(0, 20_000, n)
-    return np.where(rng.random(n) < 0.3, -1, found) if kind == "unknown" else found
+    sizes = rng.integers(0, 20_000, n)
+    return np.where(rng.random(n) < 0.3, -1, sizes) if kind == "unknown" else sizes
 
 
 class Reader(CoreShell):
@@ -65,26 +65,29 @@ def read_some(shell: CoreShell, name: str, rng: np.random.Generator, session: in
         shell.settle()
 
 
-def again(kept: dict[str, KeptObjects], columns: dict[str, I64]) -> Reader:
+def again(kept: dict[str, RestartObjects], columns: dict[str, I64]) -> Reader:
     """Return a new core with what another left, whose tables have gone through bytes."""
     kept = {
-        name: kept_memory.unpacked(
+        name: restart_memory.unpacked(
             msgspec.msgpack.decode(
-                msgspec.msgpack.encode(kept_memory.packed(name, b"", one)),
-                type=kept_memory.StoredDataset,
+                msgspec.msgpack.encode(restart_memory.packed(name, b"", objects)),
+                type=restart_memory.StoredDataset,
             )
         )
-        for name, one in kept.items()
+        for name, objects in kept.items()
     }
     after = Reader(CAPACITY)
-    ranges = {name: one.ranges for name, one in kept.items()}
+    ranges = {name: objects.ranges for name, objects in kept.items()}
     after.core = Core(Allocator(CAPACITY, ranges), default_window())
     for name, length in columns.items():
         after.offset[name] = np.full(len(length), NOWHERE, np.int64)
         shared = after.offset[name].view()
-        known = length.copy(), lengths_of(length), Versions(len(length))
         page = kept[name].page if name in kept else 0
-        after.feed(events.DatasetAdded(name, shared, *known, page=page))
+        after.feed(
+            events.DatasetAdded(
+                name, shared, length.copy(), lengths_of(length), Versions(len(length)), page=page
+            )
+        )
         after.feed(Restored(name, kept.get(name)))
         after.core.check()
     return after
@@ -115,7 +118,7 @@ def test_an_object_in_several_runs_is_kept() -> None:
     place = np.array([1024, chained(0)])
     ranges = np.array([0, 1024, 2048]), np.array([1024, 1024, 1088])
     ids, size, version = np.array([1, 3], np.int32), np.array([1000, 2000]), np.full(2, VERSION)
-    kept = KeptObjects(ids, place, size, version, ranges, {chained(0): pieces})
+    kept = RestartObjects(ids, place, size, version, ranges, {chained(0): pieces})
     after = Reader(4096)
     after.core = Core(Allocator(4096, {"a": kept.ranges}), default_window())
     after.add("a", np.array([1000, 1000, 1000, 2000]))
@@ -138,17 +141,21 @@ def test_a_session_that_checks_finds_files_that_changed_meanwhile() -> None:
     after.feed(Begin("", 1, 0))
     after.tell(1, 0, np.arange(8, dtype=np.int32), np.array([4, 8]))
     assert after.ready[1].ready == 0, "nothing is ready before the files were looked at"
-    asked = [one for one in after.waiting if isinstance(one, CheckVersions)]
-    assert sorted(file for one in asked for file in one.files.tolist()) == list(range(8))
-    assert not [one for one in after.waiting if isinstance(one, FetchObjects)]
+    asked = [event for event in after.waiting if isinstance(event, CheckVersions)]
+    assert sorted(file for event in asked for file in event.files.tolist()) == list(range(8))
+    assert not [event for event in after.waiting if isinstance(event, FetchObjects)]
     after.settle()
     assert after.ready[1].ready == 2
 
 
 def test_an_object_that_was_changing_is_not_kept() -> None:
-    kept = KeptObjects(
-        *(np.array([2], np.int32), np.array([0]), np.array([10]), np.array([CHANGING])),
-        *((np.array([0]), np.array([64])), {}),
+    kept = RestartObjects(
+        np.array([2], np.int32),
+        np.array([0]),
+        np.array([10]),
+        np.array([CHANGING]),
+        (np.array([0]), np.array([64])),
+        {},
     )
     after = Reader(CAPACITY)
     after.core = Core(Allocator(CAPACITY, {"a": kept.ranges}), default_window())
@@ -179,8 +186,14 @@ def test_ranges_that_cannot_be_are_refused(start: list[int], size: list[int]) ->
 
 def test_objects_outside_of_their_ranges_cost_the_memory_alone() -> None:
     for length in (np.full(4, 10), np.array([10, 20, 10, 30])):
-        one = (np.array([1], np.int32), np.array([640]), np.array([length[1]]), np.array([5]))
-        kept = KeptObjects(*one, (np.array([0]), np.array([40])), {})
+        kept = RestartObjects(
+            np.array([1], np.int32),
+            np.array([640]),
+            np.array([length[1]]),
+            np.array([5]),
+            (np.array([0]), np.array([40])),
+            {},
+        )
         after = Reader(CAPACITY)
         after.core = Core(Allocator(CAPACITY, {"a": kept.ranges}), default_window())
         after.add("a", length)
@@ -191,7 +204,7 @@ def test_objects_outside_of_their_ranges_cost_the_memory_alone() -> None:
     assert lengths_of(np.full(4, 10)).only == 10
 
 
-def damaged(rng: np.random.Generator, kept: KeptObjects) -> KeptObjects:
+def damaged(rng: np.random.Generator, kept: RestartObjects) -> RestartObjects:
     """Return kept objects with another number in one of their columns."""
     kept = deepcopy(kept)
     columns: list[NDArray[np.signedinteger]] = [kept.ids, kept.place, kept.nbytes, kept.version]
@@ -237,8 +250,16 @@ def test_a_dataset_that_grew_is_restored_with_the_pages_of_the_first(kind: str) 
     shell = Reader(CAPACITY)
     shell.add("a", small.copy())
     shell.offset["b"] = np.full(len(length), NOWHERE)
-    columns = shell.offset["b"].view(), length.copy(), lengths_of(length), Versions(len(length))
-    shell.feed(events.DatasetAdded("b", *columns, "a"))
+    shell.feed(
+        events.DatasetAdded(
+            "b",
+            shell.offset["b"].view(),
+            length.copy(),
+            lengths_of(length),
+            Versions(len(length)),
+            "a",
+        )
+    )
     shell.open(1, "b")
     shell.tell(1, 0, np.arange(len(length), dtype=np.int32), np.array([len(length)]))
     shell.settle()
@@ -255,9 +276,9 @@ MB, GB = 1 << 20, 1 << 30
 
 def stored(memory: MemorySettings, *datasets: StoredDataset) -> dict[str, Descriptor]:
     """Return what a daemon of a node with 8 GB leaves, with an arena of 1 MB."""
-    arena = Descriptor(sealed_memfd(kept_memory.ARENA, MB))
-    index = kept_memory.write_index(memory, 8 * GB, MB, list(datasets))
-    return {kept_memory.ARENA: arena, kept_memory.INDEX: index}
+    arena = Descriptor(sealed_memfd(restart_memory.ARENA, MB))
+    index = restart_memory.write_index(memory, 8 * GB, MB, list(datasets))
+    return {restart_memory.ARENA: arena, restart_memory.INDEX: index}
 
 
 @pytest.fixture
@@ -267,13 +288,13 @@ def left() -> dict[str, Descriptor]:
 
 def taken(left: dict[str, Descriptor], total: int = 8 * GB, **settings: Any) -> bool:
     memory = MemorySettings(**({"budget": "1MiB"} | settings))
-    return kept_memory.take(left, memory, total) is not None
+    return restart_memory.take(left, memory, total) is not None
 
 
 def test_kept_memory_is_taken_once(left: dict[str, Descriptor]) -> None:
-    found = kept_memory.take(left, MemorySettings(budget="1024KiB"), 8 * GB)
-    assert found is not None
-    assert found.space.free_bytes == MB
+    memory = restart_memory.take(left, MemorySettings(budget="1024KiB"), 8 * GB)
+    assert memory is not None
+    assert memory.space.free_bytes == MB
     assert not taken(left), "the arena may have been written to since"
 
 
@@ -337,10 +358,10 @@ def test_an_arena_that_could_shrink_or_an_index_of_noise_is_not_taken(
 ) -> None:
     plain = Descriptor(memfd("plain"))
     os.ftruncate(plain.fd, MB)
-    assert not taken(left | {kept_memory.ARENA: plain})
+    assert not taken(left | {restart_memory.ARENA: plain})
     noise = Descriptor(memfd("noise"))
     os.write(noise.fd, b"\x93noise")
-    assert not taken(left | {kept_memory.INDEX: noise})
+    assert not taken(left | {restart_memory.INDEX: noise})
     assert not taken({})
 
 

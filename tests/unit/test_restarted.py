@@ -37,12 +37,12 @@ class Restarted(Rig):
         for epoch, each in enumerate(orders):
             self.feed(EpochDealt(1, epoch, each, view))
             self.extend(1, epoch, [[int(x)] for x in mine[epoch][(1 - epoch) * 6 :]])
-        self.rest = mine[0][6:]
+        self.remaining = mine[0][6:]
 
     def from_peers(self) -> list[FetchObjects]:
         return [fetch for fetch in self.fetches.values() if fetch.origin != SOURCE]
 
-    def told(self, holder: NDArray[np.uint8] | None) -> None:
+    def hear(self, holder: NDArray[np.uint8] | None) -> None:
         """Let the peer that was asked last say who holds what; None: it does not know."""
         asked = self.plans_asked.pop()
         plan = None if holder is None else SharedPlan(asked.seed, 3, holder)
@@ -63,16 +63,16 @@ def test_a_restarted_daemon_asks_who_holds_what_before_it_reads_ahead() -> None:
     step = node.readers[1].ready
     node.progress(1, done=step, wanted=step + 1)
     reading = [x for fetch in node.fetches.values() for x in fetch.ids.tolist()]
-    assert reading == node.rest[step : step + 1].tolist(), "no more than the reader waits for"
+    assert reading == node.remaining[step : step + 1].tolist(), "no more than the reader waits for"
     node.land_source()
     assert node.readers[1].ready == step + 1
-    node.told(node.holder)
+    node.hear(node.holder)
     node.progress(1, done=step + 1, wanted=step + 2)
     for fetch in node.fetches.values():
         origins = np.array([SOURCE, *PEERS])[node.holder[fetch.ids]]
         assert (origins == fetch.origin).all()
     assert node.from_peers()
-    assert len(before) < len(node.rest)
+    assert len(before) < len(node.remaining)
 
 
 def test_a_restarted_daemon_waits_two_seconds_for_an_answer_at_most() -> None:
@@ -94,7 +94,7 @@ def test_a_daemon_whose_peers_know_no_plan_goes_on_with_what_it_knows() -> None:
             node.now += 1.0
             node.feed(Tick())
             origins.append(node.plans_asked[-1].origin)
-            node.told(None)
+            node.hear(None)
     node.now += 1.0
     node.feed(Tick())
     assert origins == PEERS * 2
@@ -108,7 +108,7 @@ def test_a_daemon_whose_peers_know_no_plan_goes_on_with_what_it_knows() -> None:
 
 def test_a_plan_that_does_not_fit_is_no_answer() -> None:
     node = Restarted()
-    node.told(node.holder[:-1])
+    node.hear(node.holder[:-1])
     assert [asked.origin for asked in node.plans_asked] == PEERS[1:]
 
 
@@ -124,7 +124,7 @@ def kept(node: Restarted) -> NDArray[np.int64]:
 
 def test_objects_it_is_to_hold_are_read_once_for_peers_kept_and_served() -> None:
     node = Restarted()
-    node.told(node.holder)
+    node.hear(node.holder)
     some = kept(node)[:3].tolist()
     assert some
     node.peer_asks(1, "d", some)
@@ -147,7 +147,7 @@ def test_objects_it_is_to_hold_are_read_once_for_peers_kept_and_served() -> None
 def test_objects_it_is_not_to_hold_or_gets_from_a_peer_are_refused_at_once() -> None:
     """Two nodes that wait for each other would form a circle."""
     node = Restarted()
-    node.told(node.holder)
+    node.hear(node.holder)
     policy = node.core._residencies["d"].policy
     others = np.flatnonzero(~policy.brings(np.arange(SAMPLES)))
     absent = others[node.offset["d"][others] == NOWHERE][:4].tolist()
@@ -171,7 +171,7 @@ def test_before_it_knows_who_holds_what_it_reads_nothing_for_peers() -> None:
 @pytest.mark.parametrize("memory", [14, 16])
 def test_no_object_that_this_epoch_still_reads_leaves_for_a_peer(memory: int) -> None:
     node = Restarted(memory)
-    node.told(node.holder)
+    node.hear(node.holder)
     while node.fetches:
         node.land(next(iter(node.fetches)))
     for request, x in enumerate(kept(node).tolist()):

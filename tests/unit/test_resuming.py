@@ -29,7 +29,7 @@ def ranks(world: int, batch: int, *, drop_last: bool = False, shuffle: bool = Tr
     loaders = []
     for rank in range(world):
         sampler: DistributedSampler[Any] = DistributedSampler(
-            *(data, world, rank, shuffle, 7, drop_last)
+            data, world, rank, shuffle, 7, drop_last
         )
         loaders.append(creel.DataLoader(data, batch, sampler=sampler, creel=False))
     return loaders
@@ -71,12 +71,12 @@ def test_the_rest_of_the_epoch_goes_on_in_the_global_order(
     before = ranks(*old, shuffle=shuffle)
     head = read(before, 3, steps=4)
     after = resumed(before[-1].state_dict(), ranks(*new, shuffle=shuffle))
-    rest = read(after, 3)
+    remaining = read(after, 3)
     whole = order(3, shuffle=shuffle)
-    assert (head + rest)[:N] == whole
-    padding = len(head + rest) - N
+    assert (head + remaining)[:N] == whole
+    padding = len(head + remaining) - N
     assert padding < new[0]
-    assert (head + rest)[N:] == whole[:padding]
+    assert (head + remaining)[N:] == whole[:padding]
     later = read(after, 4)
     assert later[:N] == order(4, shuffle=shuffle), "the next epoch is a whole one"
 
@@ -102,8 +102,8 @@ def test_a_rank_that_resumes_in_the_same_number_goes_on_within_the_rest() -> Non
 def test_samples_that_cannot_be_dealt_evenly_are_dropped_where_the_sampler_says_so() -> None:
     first = ranks(2, 4, drop_last=True)
     head = read(first, 0, steps=3)
-    rest = read(resumed(first[0].state_dict(), ranks(4, 2, drop_last=True)), 0)
-    assert head + rest == order(0)[: 24 + (N - 24) // 4 * 4]
+    remaining = read(resumed(first[0].state_dict(), ranks(4, 2, drop_last=True)), 0)
+    assert head + remaining == order(0)[: 24 + (N - 24) // 4 * 4]
 
 
 def test_an_epoch_that_was_read_to_its_end_is_followed_by_the_next_one() -> None:
@@ -126,10 +126,10 @@ def test_a_state_of_other_data_is_refused() -> None:
 # --- without some batches ---------------------------------------------------------------------
 
 
-def loader(workers: int = 0, **how: Any) -> Any:
+def loader(workers: int = 0, **options: Any) -> Any:
     data = TensorDataset(torch.arange(N))
     generator = torch.Generator().manual_seed(3)
-    given: dict[str, Any] = {"shuffle": True, "generator": generator} | how
+    given: dict[str, Any] = {"shuffle": True, "generator": generator} | options
     return creel.DataLoader(data, 5, num_workers=workers, creel=False, **given)
 
 
@@ -146,8 +146,8 @@ def test_batches_that_are_left_out_are_not_read(workers: int, *, drop_last: bool
     head = [next(it)[0].tolist() for _ in range(4)]
     resumed = loader(workers, drop_last=drop_last)
     resumed.load_state_dict(first.state_dict(), leave_out=[2, 6, 7, 20, 99])
-    rest = rows(resumed)
-    assert head + rest == [b for k, b in enumerate(whole) if k not in {6, 7, 20}]
+    remaining = rows(resumed)
+    assert head + remaining == [b for k, b in enumerate(whole) if k not in {6, 7, 20}]
     assert len(rows(resumed)) == len(whole), "the next epoch is a whole one"
 
 
@@ -168,8 +168,8 @@ def test_all_ranks_leave_out_the_same_global_batches() -> None:
     first = ranks(2, 4)
     read(first, 0, steps=2)
     after = ranks(2, 4)
-    for one in after:
-        one.load_state_dict(first[1].state_dict(), leave_out=range(3, 5))
+    for loader in after:
+        loader.load_state_dict(first[1].state_dict(), leave_out=range(3, 5))
     assert read(after, 0)[: N - 32] == order(0)[16:24] + order(0)[40:]
     again = ranks(2, 4)[0]
     again.load_state_dict(first[0].state_dict(), leave_out=[3])
@@ -242,11 +242,11 @@ def test_another_batch_size_reads_the_rest_of_the_epoch(
         it = iter(first)
         samples(itertools.islice(it, read_before))
         state = json.loads(json.dumps(first.state_dict()))
-        rest, later = samples(it), samples(first)
+        remaining, later = samples(it), samples(first)
         second = sized(kind, new)
         second.load_state_dict(state)
         if not state["finished"]:
-            assert samples(second) == rest
+            assert samples(second) == remaining
         assert samples(second) == later, "the next epoch is a whole one"
 
 
@@ -285,7 +285,11 @@ def test_a_sampler_of_other_data_raises_as_under_torch(length: int, *, drop_last
         data = list(range(10))
         sampler: DistributedSampler[Any] = DistributedSampler(
             data,  # type: ignore[arg-type]  # its length is enough
-            *(2, 1, True, 0, drop_last),
+            2,
+            1,
+            True,
+            0,
+            drop_last,
         )
         data[:] = range(length)
         loader = kind(data, 2, sampler=sampler, **more)

@@ -113,8 +113,8 @@ def test_inflow_leaves_room_for_all_that_is_read_ahead(f: float, sigma: float) -
         size = epochs.rng.lognormal(11, sigma, n).astype(np.int64) + 1
     capacity = int(f * size.sum())
     for epoch in range(3):
-        told = size if sigma else None
-        stays = epochs.boundary(epoch, capacity, size=told, lead=lead).plan().stays
+        known_size = size if sigma else None
+        stays = epochs.boundary(epoch, capacity, size=known_size, lead=lead).plan().stays
         order = epochs.orders[epoch]
         nbytes = size[order]
         yet = np.where(epochs.held[order], nbytes, 0)[::-1].cumsum()[::-1]  # held, still to read
@@ -158,9 +158,9 @@ def test_objects_that_the_next_epoch_does_not_read_leave_first() -> None:
 
 def test_two_nodes_that_know_the_same_plan_the_same() -> None:
     """Law L5: only the orders and the held objects decide."""
-    one, two = Epochs(seed=9, n=5000), Epochs(seed=9, n=5000)
+    first, two = Epochs(seed=9, n=5000), Epochs(seed=9, n=5000)
     assert (
-        one.boundary(0, 2500 * EACH).plan().stays == two.boundary(0, 2500 * EACH).plan().stays
+        first.boundary(0, 2500 * EACH).plan().stays == two.boundary(0, 2500 * EACH).plan().stays
     ).all()
 
 

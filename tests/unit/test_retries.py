@@ -196,18 +196,18 @@ def test_pauses_double_within_attempts_and_time(seed: int) -> None:
 
 
 def test_no_key_in_an_address_is_told() -> None:
-    told = source_error(ConnectionError("no"), "s3://AKIA:hush@bucket/x?sig=hush&version=2")
-    assert "hush" not in str(told)
-    assert told.uri == "s3://bucket/x?sig=...&version=2"
+    error = source_error(ConnectionError("no"), "s3://AKIA:hush@bucket/x?sig=hush&version=2")
+    assert "hush" not in str(error)
+    assert error.uri == "s3://bucket/x?sig=...&version=2"
 
 
 def test_nor_by_a_storage_that_says_the_address_itself() -> None:
     uri = "https://me:hush@host/x?token=hush"
     for error in (SourceError(5, "ends early", uri), OSError(f"503, url='{uri}'")):
-        told = source_error(error, uri)
-        assert "hush" not in str(told)
-        assert told.uri == "https://host/x?token=..."
-    assert str(told.strerror) == "503, url='https://host/x?token=...'"
+        error_shown = source_error(error, uri)
+        assert "hush" not in str(error_shown)
+        assert error_shown.uri == "https://host/x?token=..."
+    assert str(error_shown.strerror) == "503, url='https://host/x?token=...'"
 
 
 def test_a_file_that_fails_among_others_is_tried_again_and_counted_once(

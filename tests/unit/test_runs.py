@@ -31,15 +31,15 @@ def answer(hits: int, samples: int = 0) -> dict[str, Any]:
 def test_counts_from_before_a_run_are_not_of_it() -> None:
     runs = Runs()
     runs.opened("a", 10.0, lambda: answer(100, 40), alone=True)
-    told = runs.since(answer(130, 45), 12.0)
-    assert told["run_s"] == pytest.approx(2.0)
-    assert told["memory"] == {"used_nbytes": 7}
-    assert told["tiers"]["memory"] == {
+    totals = runs.since(answer(130, 45), 12.0)
+    assert totals["run_s"] == pytest.approx(2.0)
+    assert totals["memory"] == {"used_nbytes": 7}
+    assert totals["tiers"]["memory"] == {
         "hits": 30,
         "evictions": {"due_later": 30},
         "used_nbytes": 9,
     }
-    (source,), (rank,) = told["sources"], told["ranks"]
+    (source,), (rank,) = totals["sources"], totals["ranks"]
     assert (source["reads"], source["seconds"]["counts"]) == (30, [30])
     assert source["seconds"]["le"] == [0.1]
     assert (rank["rank"], rank["samples"], rank["workers"]) == (3, 5, 2)
@@ -51,8 +51,8 @@ def test_a_run_lasts_while_its_processes_open_one_session_after_the_other() -> N
     runs = Runs()
     runs.opened(70, 1.0, lambda: answer(0), alone=True)
     runs.opened(71, 2.0, lambda: pytest.fail("another rank"), alone=False)
-    for who in (70, 71):
-        runs.opened(who, 3.0, lambda: pytest.fail("its next loader"), alone=True)
+    for process in (70, 71):
+        runs.opened(process, 3.0, lambda: pytest.fail("its next loader"), alone=True)
     assert runs.since(answer(8), 4.0)["tiers"]["memory"]["hits"] == 8
     runs.opened(72, 5.0, lambda: answer(8), alone=True)
     assert runs.since(answer(9), 6.0)["tiers"]["memory"]["hits"] == 1
@@ -61,5 +61,5 @@ def test_a_run_lasts_while_its_processes_open_one_session_after_the_other() -> N
 
 
 def test_without_any_run_all_is_told() -> None:
-    told = Runs().since(answer(5), 100.0)
-    assert (told["run_s"], told["tiers"]["memory"]["hits"]) == (0.0, 5)
+    totals = Runs().since(answer(5), 100.0)
+    assert (totals["run_s"], totals["tiers"]["memory"]["hits"]) == (0.0, 5)

@@ -37,14 +37,14 @@ def epochs(
     """Run epochs with a user's draws in between; return every batch and all states."""
     rng = random.Random(case + 1)
     torch.manual_seed(case)
-    told: list[Any] = []
+    events: list[Any] = []
     inner = inner_of(loader)
     for epoch in range(count):
         if isinstance(inner, DistributedSampler) and rng.random() < 0.8:
             inner.set_epoch(epoch)
         stop = rng.choice([None, None, rng.randrange(1, 5)])
         it = begin()
-        told.append(("iter", it.__dict__.get("_base_seed", None), states(loader)))
+        events.append(("iter", it.__dict__.get("_base_seed", None), states(loader)))
         for step in itertools.count():
             if stop is not None and step >= stop:
                 break
@@ -55,10 +55,10 @@ def epochs(
             try:
                 batch = next(it)
             except StopIteration:
-                told.append(("end", states(loader)))
+                events.append(("end", states(loader)))
                 break
-            told.append((plain(batch), states(loader)))
-    return told
+            events.append((plain(batch), states(loader)))
+    return events
 
 
 def ours(loader: Loader, *, look: bool) -> Callable[[], Iterator[Any]]:
@@ -120,11 +120,11 @@ def test_an_epoch_has_the_length_that_its_dataset_had_at_the_start(
         sampler = RandomSampler(data, replacement, generator=generator)
         loader = DataLoader(data, 4, sampler=sampler, collate_fn=same)
         it = begin(loader)
-        found = [plain(next(it))]
+        batches = [plain(next(it))]
         data.n = later if amid else data.n
-        found += [plain(batch) for batch in it]
+        batches += [plain(batch) for batch in it]
         data.n = later
-        return [*found, *[plain(batch) for batch in begin(loader)], states(loader)]
+        return [*batches, *[plain(batch) for batch in begin(loader)], states(loader)]
 
     assert two_epochs(observe, amid=True) == two_epochs(iter, amid=False)
 

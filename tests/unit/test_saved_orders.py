@@ -47,7 +47,7 @@ def test_an_epoch_goes_on_in_another_process(case: int) -> None:
     taken = len(list(itertools.islice(order, rng.randrange(4))))
     state = json.loads(json.dumps(order.state()))
     saved = torch.get_rng_state()
-    rest = [plain(b) for b in order]
+    remaining = [plain(b) for b in order]
     then = observe(first, previous=order)
     follow = [plain(b) for b in then]
 
@@ -56,13 +56,13 @@ def test_an_epoch_goes_on_in_another_process(case: int) -> None:
     seen = torch.get_rng_state()
     again = observe(second, state=state)
     again.skip(taken)
-    assert str([plain(b) for b in again]) == str(rest)
+    assert str([plain(b) for b in again]) == str(remaining)
     assert again.base_seed == order.base_seed
     assert torch.equal(torch.get_rng_state(), seen)  # the user's global generator is unchanged
     torch.set_rng_state(saved)
     again = observe(second, state=state)
     again.skip(taken)
-    assert str([plain(b) for b in again]) == str(rest)
+    assert str([plain(b) for b in again]) == str(remaining)
     if isinstance(inner, DistributedSampler):
         inner_of(second).epoch = inner.epoch
     if order.pulled and taken:  # the epoch's first draws were made before it was saved
@@ -153,8 +153,8 @@ GENERATORS = ("global", "own", "the loader's")
 
 def around(kind: str, generator: str, *, workers: int = 0) -> Any:
     """Return a loader whose custom sampler is around one of torch's."""
-    made = {name: torch.Generator().manual_seed(4) for name in GENERATORS[1:]}
-    g = made.get(generator)
+    generators = {name: torch.Generator().manual_seed(4) for name in GENERATORS[1:]}
+    g = generators.get(generator)
     made_of: dict[str, Callable[[], Any]] = {
         "random": lambda: RandomSampler(range(N), generator=g),
         "replacement": lambda: RandomSampler(range(N), True, N, generator=g),
@@ -162,7 +162,7 @@ def around(kind: str, generator: str, *, workers: int = 0) -> Any:
         "weighted": lambda: WeightedRandomSampler([1.0] * N, N, True, g),
     }
     inner = made_of[kind.rsplit(maxsplit=1)[-1]]()
-    options: dict[str, Any] = {"generator": made["the loader's"], "num_workers": workers}
+    options: dict[str, Any] = {"generator": generators["the loader's"], "num_workers": workers}
     if kind.startswith("single"):
         options["sampler"] = Around(inner)
     else:
@@ -183,16 +183,16 @@ def test_a_custom_sampler_around_torchs_goes_on_with_the_same_samples(
     it = iter(first)
     head = [next(it) for _ in range(3)]
     state = json.loads(json.dumps(first.state_dict()))
-    rest = list(it)
+    remaining = list(it)
     over = json.loads(json.dumps(first.state_dict()))
     following = list(first)
-    assert len(head + rest) > 3
+    assert len(head + remaining) > 3
 
     torch.manual_seed(999)
     seen = torch.get_rng_state()
     second = around(kind, generator, workers=0)
     second.load_state_dict(state)
-    assert list(second) == rest
+    assert list(second) == remaining
     assert torch.equal(torch.get_rng_state(), seen), "the global generator belongs to the user"
     if generator != "global":
         assert list(second) == following

@@ -55,8 +55,8 @@ class Node(Rig):
     def check_all(self) -> None:
         while self.to_check:
             check = self.to_check.pop()
-            found = [NEW if file in self.changed else OLD for file in check.files.tolist()]
-            self.feed(Checked(check.check, np.array(found)))
+            versions = [NEW if file in self.changed else OLD for file in check.files.tolist()]
+            self.feed(Checked(check.check, np.array(versions)))
 
     def ask(self, *ids: int) -> ServeObjects:
         self.feed(PeerAsked(len(self.answers), "d", np.array(ids, np.int32), 1.0))
@@ -266,8 +266,8 @@ def test_objects_that_a_peer_lacks_are_read_from_the_source_into_the_same_room(
     asked = node.answer(nbytes, version)
     assert (node.offset["d"][asked.ids] == NOWHERE).all()
     again = [f for f in node.fetches.values() if f.origin == SOURCE]
-    found = {int(x): int(at) for f in again for x, at in zip(f.ids, f.offset, strict=True)}
-    assert found == {int(x): int(at) for x, at in zip(asked.ids, asked.offset, strict=True)}
+    places = {int(x): int(at) for f in again for x, at in zip(f.ids, f.offset, strict=True)}
+    assert places == {int(x): int(at) for x, at in zip(asked.ids, asked.offset, strict=True)}
     for fetch in again:
         node.land(fetch.fetch)
     assert (node.offset["d"][asked.ids] == asked.offset).all()
@@ -412,8 +412,8 @@ def test_objects_kept_for_peers_leave_for_no_peer() -> None:
         while node.fetches:
             node.land(next(iter(node.fetches)))
         node.feed(PeerServed(node.requests))
-    found = [int(answer.nbytes[0]) for answer in node.answers]
-    assert found == [100] * 3 + [-1] * 3, "one object is the reader's own"
+    sizes = [int(answer.nbytes[0]) for answer in node.answers]
+    assert sizes == [100] * 3 + [-1] * 3, "one object is the reader's own"
 
 
 def test_a_reader_asks_the_home_of_each_object() -> None:

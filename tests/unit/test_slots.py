@@ -74,8 +74,8 @@ def test_a_slot_that_cannot_be_mapped_is_copied_once(
     with monkeypatch.context() as none:
         error = OSError(errno.EMFILE, "none left")
         none.setattr(reader_of_slots, "mapped", mock.Mock(side_effect=error))
-        for one in writer.unsent():
-            reader.map_slot(*one)
+        for unsent in writer.unsent():
+            reader.map_slot(*unsent)
     if leased:
         buffer = reader.lease(slot.id, once=slot.once)
         assert bytes(memoryview(buffer)[:MB]) == b"x" * MB
@@ -127,7 +127,7 @@ def test_pages_stay_locked_until_the_slot_is_unmapped(
     tensor = tensor_of(reader.lease(slot.id), MB)
     (lease,) = reader.locked_leases([slot.id, slot.id + 1])
     assert address_of(lease) in locks.locked
-    reader.forget([slot.id])
+    reader.unmap([slot.id])
     del lease
     assert len(locks.locked) == 1
     del tensor
@@ -384,7 +384,7 @@ def test_a_larger_batch_takes_the_place_of_idle_small_slots(
     assert not slot.once
     gone = writer.retired()
     assert len(gone) == 1
-    reader.forget(gone)
+    reader.unmap(gone)
     with pytest.raises(IllegalEventError):
         reader.view(gone[0])
 
@@ -395,7 +395,7 @@ def test_slots_that_are_far_too_large_for_long_are_let_go(
     writer.give_back([send(writer, reader, b"a" * (8 * MB)).id])
     for _ in range(200):
         writer.give_back([send(writer, reader, b"a" * 10_000).id])
-        reader.forget(writer.retired())
+        reader.unmap(writer.retired())
     assert writer.nbytes < 100_000
 
 
@@ -425,8 +425,8 @@ def test_a_part_that_is_kept_holds_little_else(mask: int) -> None:
         assert parts[2][0] in used  # tiny parts need no slot of their own
         assert len(used) == 2
         held[kept.id] = kept.nbytes
-        for one in writer.unsent():
-            reader.map_slot(*one)
+        for slot in writer.unsent():
+            reader.map_slot(*slot)
         writer.give_back([slot.id for slot in used if slot is not kept and not slot.once])
     assert sum(held.values()) <= 40 * 4 * max(mask, 64 << 10)
     assert max(held.values()) < MB
@@ -487,7 +487,7 @@ def large_batch(writer: SlotWriter) -> Slot:
 def test_slots_that_wait_to_be_given_back_are_used_before_another_is_made() -> None:
     writer = SlotWriter(max_slots=3)
     waiting = [large_batch(writer).id]
-    writer.look = lambda: writer.give_back([waiting.pop()] if waiting else [])
+    writer.poll = lambda: writer.give_back([waiting.pop()] if waiting else [])
     assert large_batch(writer).id == 0
     assert len(writer.unsent()) == 1, "no other was made"
     assert large_batch(writer).id == 1, "none waits any more"

@@ -54,16 +54,16 @@ def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
 @pytest.fixture
 def advised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each range that the kernel is told to read ahead."""
-    found: list[int] = []
+    lengths: list[int] = []
     real = os.posix_fadvise
 
     def advise(fd: int, offset: int, length: int, advice: int) -> None:
         if advice == os.POSIX_FADV_WILLNEED:
-            found.append(length)
+            lengths.append(length)
         real(fd, offset, length, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    return found
+    return lengths
 
 
 def test_files_not_in_the_page_cache_are_read_ahead_and_are_the_same(
@@ -128,7 +128,7 @@ def test_files_opened_ahead_are_closed_whatever_fails(
         assert whole(source, *range(40)) == wanted
     else:
         got, data = read_into(source, [*range(40)])
-        assert [None if n < 0 else one for n, one in zip(got, data, strict=True)] == wanted
+        assert [None if n < 0 else part for n, part in zip(got, data, strict=True)] == wanted
     assert not descriptors() - before
     counted = source.counters.snapshot()
     assert (counted.reads, counted.opens) == (35, 35)
@@ -322,11 +322,11 @@ def test_a_descriptor_is_shared_and_stays_open_while_it_is_read(
         Path(file.uri).write_bytes(bytes(range(20)))
     store, real = LocalStore(1), os.preadv
 
-    def preadv(fd: int, *rest: Any) -> int:
+    def preadv(fd: int, *arguments: Any) -> int:
         monkeypatch.setattr(os, "preadv", real)
         store.read(files[1], 0, 5)  # replaces the descriptor
         Path(files[1].uri).replace(files[0].uri)
-        return real(fd, *rest)
+        return real(fd, *arguments)
 
     assert [filled.opens for filled in store.fill(files[0], runs[:2])] == [1]
     assert len(descriptors() - before) == 1

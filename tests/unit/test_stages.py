@@ -77,10 +77,10 @@ class Run:
 @pytest.fixture
 def words() -> Iterator[SharedWords]:
     fd = sealed_memfd("words", WORDS_NBYTES)
-    made = SharedWords(fd)
+    shared_words = SharedWords(fd)
     os.close(fd)
-    yield made
-    made.close()
+    yield shared_words
+    shared_words.close()
 
 
 @pytest.mark.parametrize("seed", seeds(10))
@@ -99,7 +99,7 @@ def test_a_wait_is_counted_once_whatever_was_said_of_it_before_its_end(
             clock += rng.randrange(2 * 10**9)
             run.absent, run.batch = rng.choice(["", "/data/1"]), rng.choice([None, 3])
             words[HEARTBEAT] = clock
-            wait.look()
+            wait.poll()
             counted = sum(words.counters()[f"stall_{cause}_ns"] for cause in CAUSES)
             assert before <= counted
             assert counted - whole == (clock - began if words[OVERDUE] else 0)
@@ -124,15 +124,15 @@ def test_a_wait_of_less_than_a_second_is_not_told(
     monkeypatch.setattr("time.monotonic_ns", lambda: clock)
     run = Run(SimpleNamespace(words=words))
     wait = Overdue(run.awaited, 60.0)
-    wait.look()  # training computes
+    wait.poll()  # training computes
     wait.since = clock
     clock += 999_999_999
-    wait.look()
+    wait.poll()
     assert words.overdue() == (0, "", "")
     clock += 1
-    wait.look()  # the daemon does not answer
+    wait.poll()  # the daemon does not answer
     assert words.overdue() == (0, "", "")
     words[HEARTBEAT] = clock
-    wait.look()
+    wait.poll()
     assert words.overdue() == (10**12, "source", "/data/1")
     assert words.counters()["stall_source_ns"] == 10**9

@@ -301,8 +301,9 @@ def test_each_event_does_to_a_session_what_the_table_says(state: str, event: str
 def test_a_state_follows_only_the_states_that_it_may(old: int, new: int) -> None:
     """Between the table's states; SKIPPED behaves as absent, OVERDUE as in flight."""
     unused: Any = None
-    columns = np.full(3, NOWHERE), np.full(3, 9), Lengths.of(np.array([9]), np.array([3]))
-    added = DatasetAdded("d", *columns, unused)
+    added = DatasetAdded(
+        "d", np.full(3, NOWHERE), np.full(3, 9), Lengths.of(np.array([9]), np.array([3])), unused
+    )
     held = Residency(added, Allocator(100), unused, DiskTier(100))
     held.state[:2] = old
     may = {

@@ -95,11 +95,11 @@ def session() -> Iterator[Callable[..., Any]]:
 
     def make(job: str, rank: int, **counters: int) -> Any:
         fd = sealed_memfd("words", WORDS_NBYTES)
-        one = Session(Open("d", job, rank, 1500, "never"), SharedWords(fd))
+        record = Session(Open("d", job, rank, 1500, "never"), SharedWords(fd))
         os.close(fd)
-        all_words.append(one.words)
-        one.count(**counters)
-        return one
+        all_words.append(record.words)
+        record.count(**counters)
+        return record
 
     yield make
     for words in all_words:
@@ -113,29 +113,29 @@ def test_a_ranks_counters_stay_when_a_loader_of_it_is_closed(session: Callable[.
     other = session("a", 1, samples=5)
     ranks.add_closed(second)
     first.count(samples=10)
-    told = {one["rank"]: one for one in ranks.reports([first, other])}
-    assert (told[0]["samples"], told[1]["samples"]) == (140, 5)
-    assert (told[0]["stall_s"]["source"], told[0]["busy_s"]["decode"]) == (1.0, 3.0)
+    by_rank = {rank["rank"]: rank for rank in ranks.reports([first, other])}
+    assert (by_rank[0]["samples"], by_rank[1]["samples"]) == (140, 5)
+    assert (by_rank[0]["stall_s"]["source"], by_rank[0]["busy_s"]["decode"]) == (1.0, 3.0)
     ranks.add_closed(first)
     ranks.add_closed(other)
-    assert {one["rank"]: one["samples"] for one in ranks.reports([])} == {0: 140, 1: 5}
+    assert {rank["rank"]: rank["samples"] for rank in ranks.reports([])} == {0: 140, 1: 5}
 
 
 def test_workers_of_a_closed_loader_are_no_workers_of_its_rank(session: Callable[..., Any]) -> None:
     ranks = Ranks()
     ranks.add_closed(session("a", 0, workers=4, cpu_ns=10**9))
     train, validate = (session("a", 0, workers=n, cpu_ns=10**9) for n in (2, 3))
-    (told,) = ranks.reports([train, validate])
-    assert (told["workers"], told["cpu_s"]) == (5, 3.0)
-    (told,) = ranks.reports([])
-    assert told["workers"] == 0
+    (rank,) = ranks.reports([train, validate])
+    assert (rank["workers"], rank["cpu_s"]) == (5, 3.0)
+    (rank,) = ranks.reports([])
+    assert rank["workers"] == 0
 
 
 def test_a_client_that_lies_takes_nothing_from_its_rank(session: Callable[..., Any]) -> None:
     ranks = Ranks()
     ranks.add_closed(session("a", 0, samples=7))
-    (told,) = ranks.reports([session("a", 0, samples=-1000)])
-    assert told["samples"] == 7
+    (rank,) = ranks.reports([session("a", 0, samples=-1000)])
+    assert rank["samples"] == 7
 
 
 def test_the_loaders_of_a_rank_are_one_timeline(session: Callable[..., Any]) -> None:
@@ -143,71 +143,70 @@ def test_the_loaders_of_a_rank_are_one_timeline(session: Callable[..., Any]) -> 
     ranks, loaders = Ranks(), [session("a", 0), session("a", 0)]
     second = 10**9
     for i in range(1, 41):
-        moments = i * second - second // 2, i * second
-        loaders[i % 2].words.log.add(0, 0, 0, 0, *moments, 0)
-    (told,) = ranks.reports(loaders)
-    assert told["utilisation"] == pytest.approx(0.5)
-    (told,) = ranks.reports(loaders[:1])
-    assert told["utilisation"] == pytest.approx(0.75)
+        loaders[i % 2].words.log.add(0, 0, 0, 0, i * second - second // 2, i * second, 0)
+    (rank,) = ranks.reports(loaders)
+    assert rank["utilisation"] == pytest.approx(0.5)
+    (rank,) = ranks.reports(loaders[:1])
+    assert rank["utilisation"] == pytest.approx(0.75)
     assert "utilisation" not in ranks.reports([session("a", 0)])[0]
 
 
 def test_a_wait_that_has_not_ended_counts_as_one(session: Callable[..., Any]) -> None:
     """Forty batches a second apart without a wait; then one that has not come for as long."""
-    one, now = session("a", 0), time.monotonic_ns()
+    record, now = session("a", 0), time.monotonic_ns()
     for i in range(40):
-        one.words.log.add(0, 0, 0, 0, *[now - (80 - i) * 10**9] * 2, 0)
-    assert Ranks().reports([one])[0]["overdue_s"] == 0
-    one.words.set_overdue(now - 40 * 10**9, "source", "/data/1")
-    (told,) = Ranks().reports([session("a", 0), one])
-    assert told["overdue_s"] >= 40
-    assert (told["overdue_cause"], told["overdue_file"]) == ("source", "/data/1")
-    assert told["utilisation"] < 0.5
-    one.words.set_overdue(now - 40 * 10**9, "source", "/long" * 1000 + "/1")
-    assert Ranks().reports([one])[0]["overdue_file"].endswith("/long/1")
-    one.words.set_overdue(0)
-    assert Ranks().reports([one])[0]["overdue_s"] == 0
+        record.words.log.add(0, 0, 0, 0, *[now - (80 - i) * 10**9] * 2, 0)
+    assert Ranks().reports([record])[0]["overdue_s"] == 0
+    record.words.set_overdue(now - 40 * 10**9, "source", "/data/1")
+    (rank,) = Ranks().reports([session("a", 0), record])
+    assert rank["overdue_s"] >= 40
+    assert (rank["overdue_cause"], rank["overdue_file"]) == ("source", "/data/1")
+    assert rank["utilisation"] < 0.5
+    record.words.set_overdue(now - 40 * 10**9, "source", "/long" * 1000 + "/1")
+    assert Ranks().reports([record])[0]["overdue_file"].endswith("/long/1")
+    record.words.set_overdue(0)
+    assert Ranks().reports([record])[0]["overdue_s"] == 0
 
 
 @pytest.mark.parametrize("since", [-1, 2**63 - 1])
 def test_a_client_that_lies_of_its_wait_has_none(since: int, session: Callable[..., Any]) -> None:
-    one = session("a", 0)
-    one.words.set_overdue(since, "\udcff", "\x1b[2J")
-    assert Ranks().reports([one])[0]["overdue_s"] == 0
-    one.words.set_overdue(1, "\udcff", "\x1b[2J")
-    assert Ranks().reports([one])[0]["overdue_file"] == ""
+    record = session("a", 0)
+    record.words.set_overdue(since, "\udcff", "\x1b[2J")
+    assert Ranks().reports([record])[0]["overdue_s"] == 0
+    record.words.set_overdue(1, "\udcff", "\x1b[2J")
+    assert Ranks().reports([record])[0]["overdue_file"] == ""
 
 
 @pytest.mark.parametrize("seed", seeds(5))
 def test_utilisation_is_a_share_for_any_recording_of_a_client(
     seed: int, session: Callable[..., Any]
 ) -> None:
-    rng, one = random.Random(seed), session("a", 0)
+    rng, record = random.Random(seed), session("a", 0)
     for _ in range(50):
-        one.words.log.add(*(rng.choice([0, -1, 2**63 - 1, -(2**63), 5]) for _ in range(7)))
-    (told,) = Ranks().reports([one])
-    assert 0 <= told.get("utilisation", 0) <= 1
+        record.words.log.add(*(rng.choice([0, -1, 2**63 - 1, -(2**63), 5]) for _ in range(7)))
+    (rank,) = Ranks().reports([record])
+    assert 0 <= rank.get("utilisation", 0) <= 1
 
 
 def test_a_file_that_a_dataset_opens_itself_is_told_of_its_rank_after_the_end(
     session: Callable[..., Any],
 ) -> None:
-    ranks, one, other = Ranks(), session("a", 0), session("a", 1)
-    one.own_file = "/data/1"
-    assert [r["own_file"] for r in ranks.reports([one, other])] == ["/data/1", ""]
-    ranks.add_closed(one)
+    ranks, record, other = Ranks(), session("a", 0), session("a", 1)
+    record.own_file = "/data/1"
+    assert [r["own_file"] for r in ranks.reports([record, other])] == ["/data/1", ""]
+    ranks.add_closed(record)
     assert [r["own_file"] for r in ranks.reports([])] == ["/data/1"]
 
 
 def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> None:
     ranks = Ranks()
     for rank in range(1025):
-        one = session("a", rank)
-        ranks.add_closed(one)
-        one.words.close()
-    told = ranks.reports([session("b", 0)])
-    assert len(told) == 1024
-    assert (told[0]["rank"], told[-1]["job"]) == (2, "b")
+        record = session("a", rank)
+        ranks.add_closed(record)
+        record.words.close()
+    reports = ranks.reports([session("b", 0)])
+    assert len(reports) == 1024
+    assert (reports[0]["rank"], reports[-1]["job"]) == (2, "b")
 
 
 @pytest.fixture(scope="module")  # its end takes half a second
@@ -238,8 +237,8 @@ def test_a_page_has_every_cause_and_every_stage(page: str) -> None:
         assert f'creel_stall_seconds_total{{cause="{cause}",job="a",rank="0"}} {seconds}' in page
     busy = {"decode": 20.0, "source": 1.0, "collate": 0.0, "handover": 0.0}
     for stage, seconds in busy.items():
-        told = f'creel_worker_busy_seconds_total{{job="a",rank="0",stage="{stage}"}} {seconds}'
-        assert told in page
+        line = f'creel_worker_busy_seconds_total{{job="a",rank="0",stage="{stage}"}} {seconds}'
+        assert line in page
     assert 'creel_read_seconds_bucket{le="+Inf",source="dddddddddddd"} 6.0' in page
     assert 'creel_prefetch_lead_seconds{job="a",rank="0"} 0.5' in page
     assert 'creel_ready_steps{job="a",rank="0"} 4.0' in page

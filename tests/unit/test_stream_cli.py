@@ -97,9 +97,9 @@ def test_a_chunk_that_is_deleted_meanwhile_does_no_harm(
     numbers = Log.numbers
 
     def then_delete(log: Log) -> list[int]:
-        found = numbers(log)
+        records = numbers(log)
         log.delete(0)
-        return found
+        return records
 
     monkeypatch.setattr(Log, "numbers", then_delete)
     assert shown.state(str(folder))["oldest"] == 1

@@ -134,9 +134,9 @@ def test_producers_at_once_append_whole_chunks_with_dense_numbers(place: Place) 
     assert log.numbers() == list(range(len(log.numbers())))
     assert not isinstance(place, Path) or not list(place.glob(".*"))
     numbers = taken(Stream(place, None).batches(10))
-    found = [i for batch in samples(place, numbers) for i in batch]
-    assert sorted(found) == list(range(producers * each))
-    of_each = [[i for i in found if i // each == k] for k in range(producers)]
+    numbers_read = [i for batch in samples(place, numbers) for i in batch]
+    assert sorted(numbers_read) == list(range(producers * each))
+    of_each = [[i for i in numbers_read if i // each == k] for k in range(producers)]
     assert of_each == [sorted(own) for own in of_each]
 
 
@@ -345,9 +345,9 @@ def test_a_value_that_fits_is_taken_whatever_its_type_and_no_other_is(
                 with pytest.raises(ConfigError, match=r"^n is .*") as raised:
                     producer.put(n=[[0], [value]] if shape else value)
                 assert kind in str(raised.value)
-        found = np.fromfile(Log.open(place).chunk(0), kind).reshape(len(fitting), -1)[:, 0]
+        values = np.fromfile(Log.open(place).chunk(0), kind).reshape(len(fitting), -1)[:, 0]
         given = [value if kind == "complex64" else value.real for value in fitting]
-        assert found.tolist() == [np.dtype(kind).type(value) for value in given]
+        assert values.tolist() == [np.dtype(kind).type(value) for value in given]
 
 
 def test_large_ints_beside_floats_are_not_rounded(tmp_path: Path) -> None:
@@ -373,9 +373,11 @@ def put_records(producer: Producer, first: int, n: int) -> list[int]:
 def records_of(place: Place) -> list[int]:
     """Return the numbers of all records of a finished stream, whose other field must be theirs."""
     stream = Stream(place, None)
-    found = [stream[n] for batch in taken(stream.batches(1)) for n in batch]
-    assert all(torch.equal(one["x"], torch.full((3, 2), int(one["i"]) / 2)) for one in found)
-    return [int(one["i"]) for one in found]
+    records = [stream[n] for batch in taken(stream.batches(1)) for n in batch]
+    assert all(
+        torch.equal(record["x"], torch.full((3, 2), int(record["i"]) / 2)) for record in records
+    )
+    return [int(record["i"]) for record in records]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
@@ -394,9 +396,9 @@ def test_threads_of_one_producer_lose_and_mix_nothing(tmp_path: Path, chunk: int
                 thread.join(60)
     finally:
         sys.setswitchinterval(switched)
-    found = records_of(tmp_path / "s")
-    assert sorted(found) == list(range(4 * each))
-    of_each = [[i for i in found if i // each == k] for k in range(4)]
+    numbers = records_of(tmp_path / "s")
+    assert sorted(numbers) == list(range(4 * each))
+    of_each = [[i for i in numbers if i // each == k] for k in range(4)]
     assert of_each == [sorted(own) for own in of_each]
 
 
@@ -519,8 +521,8 @@ def test_a_producer_that_is_killed_at_any_byte_leaves_whole_chunks(
                 producer.put(**record(i))
             producer.flush()
             assert log.numbers()[-1] == last + 1
-            found = Stream(place, None).__getitems__([4 * last + i for i in range(8)])
-            assert [int(one["i"]) for one in found] == list(range(total - 4, total + 4))
+            records = Stream(place, None).__getitems__([4 * last + i for i in range(8)])
+            assert [int(record["i"]) for record in records] == list(range(total - 4, total + 4))
             producer._closed = True  # it goes on
         total += 4
 

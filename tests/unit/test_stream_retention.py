@@ -52,9 +52,9 @@ def consumer(place: Place) -> Iterator[Any]:
     """A function that begins to read a stream in a thread; what was read is appended to a list."""
     threads = []
 
-    def begin(name: str, batch: int, out: list[int], **how: Any) -> threading.Thread:
+    def begin(name: str, batch: int, out: list[int], **options: Any) -> threading.Thread:
         def read() -> None:
-            stream = Stream(place, name, timeout_s=30, **how)
+            stream = Stream(place, name, timeout_s=30, **options)
             for b in creel.DataLoader(stream, batch, creel=False):
                 out.extend(b["i"].tolist())
 
@@ -82,7 +82,7 @@ def test_the_folder_never_holds_more_than_ahead_and_keep_and_a_chunk(
             producer.put(**record(i))
             most = max(most, held(place))
     assert most <= (max(ahead, batch + chunk) + keep + chunk) * NBYTES
-    until(lambda: len(got) == n // batch * batch, what="all is read")
+    until(lambda: len(got) == n // batch * batch, event="all is read")
     assert got == list(range(len(got)))
 
 
@@ -139,8 +139,8 @@ def test_chunks_that_a_memory_needs_are_not_written_over(in_memory: Path) -> Non
         cursors.write(log.medium, "a", 0, Cursor(9, 0, 0))
         for i in range(80, 120):
             producer.put(**record(i))
-        found = Stream(in_memory, None).__getitems__([3, 21, 119])
-        assert [int(one["i"]) for one in found] == [3, 21, 119]
+        records = Stream(in_memory, None).__getitems__([3, 21, 119])
+        assert [int(record["i"]) for record in records] == [3, 21, 119]
         producer.close()
 
 
@@ -200,7 +200,7 @@ def test_a_shuffled_reader_gets_a_whole_window(place: Place, consumer: Any) -> N
         consumer("a", 4, got, shuffle=10)
         for i in range(100):
             producer.put(**record(i))
-    until(lambda: len(got) == 100, what="all is read")
+    until(lambda: len(got) == 100, event="all is read")
     assert sorted(got) == list(range(100))
 
 

@@ -33,11 +33,11 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(place: Place, monkeypatch: pytest.MonkeyPatch) -> Opened:
     """A function that opens the stream as the rank of a launcher."""
 
-    def open_as(at: int, of: int, name: str | None = "a", job: str = "1", **how: Any) -> Stream:
+    def open_as(at: int, of: int, name: str | None = "a", job: str = "1", **options: Any) -> Stream:
         env = {"OMPI_COMM_WORLD_RANK": str(at), "OMPI_COMM_WORLD_SIZE": str(of)}
         for key, value in {**env, "PMIX_NAMESPACE": job}.items():
             monkeypatch.setenv(key, value)
-        return Stream(place, name, **how)
+        return Stream(place, name, **options)
 
     return open_as
 
@@ -85,8 +85,8 @@ def test_a_launchers_only_reader_gets_all_that_the_other_ranks_produce(
 
 def test_models_that_a_launcher_starts_together_read_all_each(place: Place, opened: Opened) -> None:
     filled(place, [8])
-    one, other = opened(0, 2, "a"), opened(1, 2, "b")
-    assert read(one) == read(other) == list(range(8))
+    first, other = opened(0, 2, "a"), opened(1, 2, "b")
+    assert read(first) == read(other) == list(range(8))
     nameless = [opened(rank, 2, None) for rank in range(2)]
     assert [read(stream) for stream in nameless] == [list(range(8))] * 2
 

@@ -91,19 +91,19 @@ def test_an_epoch_goes_on_at_any_batch_with_any_ranks_and_batch_size(
         by_rank.append(taken(batches))
         assert [n for batch in taken(batches) for n in batch][:1] == whole[b2 * rank :][:1]
     flat = [n for step in zip(*by_rank, strict=True) for own in step for n in own]
-    rest = whole[count * b * world :]
-    assert flat == rest[: steps_of(len(rest), b2, world2) * b2 * world2]
+    remaining = whole[count * b * world :]
+    assert flat == remaining[: steps_of(len(remaining), b2, world2) * b2 * world2]
 
 
 def test_a_state_of_another_stream_is_refused(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    for folder in (one, other):
+    first, other = tmp_path / "one", tmp_path / "other"
+    for folder in (first, other):
         filled(folder, [4])
-    state = Stream(one, None).batches(2).state_dict()
+    state = Stream(first, None).batches(2).state_dict()
     with pytest.raises(ConfigError, match="saved state has stream"):
         Stream(other, None).batches(2).load_state_dict(state)
     with pytest.raises(ConfigError, match="saved state has shuffle"):
-        Stream(one, None, shuffle=2).batches(2).load_state_dict(state)
+        Stream(first, None, shuffle=2).batches(2).load_state_dict(state)
 
 
 def test_arrived_says_whether_a_batch_is_there(folder: Path) -> None:
@@ -153,8 +153,8 @@ def test_samples_are_dicts_of_tensors_and_transforms_get_them(folder: Path) -> N
     plain = Stream(folder, None)
     assert set(plain[3]) == {"x", "i"}
     assert torch.equal(plain[3]["x"], torch.full((3, 2), 1.5))
-    one = Stream(folder, None, transform=lambda r: (r["x"] * 2, int(r["i"])))
-    assert torch.equal(one[9][0], torch.full((3, 2), 9.0))
+    stream = Stream(folder, None, transform=lambda r: (r["x"] * 2, int(r["i"])))
+    assert torch.equal(stream[9][0], torch.full((3, 2), 9.0))
     many = Stream(folder, None, batch_transform=lambda b: b["x"].sum((1, 2)))
     assert [float(s) for s in many.__getitems__([10, 1, 0])] == [30.0, 3.0, 0.0]
     assert torch.equal(pickle.loads(pickle.dumps(plain))[3]["x"], plain[3]["x"])

@@ -35,12 +35,12 @@ def members(path: Path) -> Iterator[tarindex.TarMember]:
 
 def content(n: int, seed: int, *, prefix: str = "") -> dict[str, bytes]:
     rng = np.random.default_rng(seed)
-    found = {}
+    files = {}
     for i in range(n):
-        found[f"{prefix}{i:04d}.jpg"] = rng.bytes(int(rng.integers(0, 3000)))
-        found[f"{prefix}{i:04d}.seg.PNG"] = rng.bytes(int(rng.integers(0, 700)))
-        found[f"{prefix}{i:04d}.cls"] = str(i).encode()
-    return found
+        files[f"{prefix}{i:04d}.jpg"] = rng.bytes(int(rng.integers(0, 3000)))
+        files[f"{prefix}{i:04d}.seg.PNG"] = rng.bytes(int(rng.integers(0, 700)))
+        files[f"{prefix}{i:04d}.cls"] = str(i).encode()
+    return files
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
@@ -233,11 +233,11 @@ def test_damaged_headers_never_raise_anything_else(tmp_path: Path, seed: int) ->
         data[at] = rng.integers(0, 256)
     path.write_bytes(bytes(data[: rng.integers(0, len(data))] if seed % 3 else data))
     try:
-        found = list(members(path))
+        entries = list(members(path))
     except ConfigError:
         return
     end = path.stat().st_size
-    assert all(0 <= m.offset <= m.offset + m.nbytes <= end for m in found)
+    assert all(0 <= m.offset <= m.offset + m.nbytes <= end for m in entries)
 
 
 @pytest.mark.parametrize("record", [b"0  path=other.txt\n", b"18 size=-00001536\n"])

@@ -40,8 +40,8 @@ from creel.loader.line.steps.batch_stream import samples_in, samples_of
 def test_indices_of_any_type_can_be_published_and_nothing_else(
     pulled: object, indices: list[int] | None
 ) -> None:
-    found = samples_of(pulled)
-    assert (None if found is None else found.tolist()) == indices
+    numbers = samples_of(pulled)
+    assert (None if numbers is None else numbers.tolist()) == indices
 
 
 class Sulky:

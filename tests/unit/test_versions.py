@@ -39,11 +39,11 @@ def status(
 _NOW = 1_000 * _S + 5
 
 
-@pytest.mark.parametrize("what", ["size", "mtime", "ino", "dev", "ctime"])
-def test_each_of_five_numbers_counts(what: str) -> None:
+@pytest.mark.parametrize("field", ["size", "mtime", "ino", "dev", "ctime"])
+def test_each_of_five_numbers_counts(field: str) -> None:
     base = {"size": 9, "mtime": 5, "ino": 7, "dev": 3, "ctime": 11}
     before = version.of_stat(status(**base), _NOW)
-    after = version.of_stat(status(**{**base, what: base[what] + 1}), _NOW)
+    after = version.of_stat(status(**{**base, field: base[field] + 1}), _NOW)
     assert 0 < before < 2**62
     assert before != after
     assert before == version.of_stat(status(**base), _NOW + 1)
@@ -66,9 +66,9 @@ def test_each_of_five_numbers_counts(what: str) -> None:
 def test_a_file_changed_within_a_tick_may_change_again_unseen(
     mtime: int, ctime: int, *, settled: bool
 ) -> None:
-    told = version.of_stat(status(mtime=mtime, ctime=ctime), _NOW)
-    assert (told > 0) is settled
-    assert settled or told == CHANGING
+    stamp = version.of_stat(status(mtime=mtime, ctime=ctime), _NOW)
+    assert (stamp > 0) is settled
+    assert settled or stamp == CHANGING
 
 
 def test_tags_are_told_apart() -> None:
@@ -87,7 +87,7 @@ def settle(*paths: Path) -> None:
         threading.Event().wait(0.002)
 
 
-def one(source: Source) -> int:
+def version_of(source: Source) -> int:
     """Return the present version of the first file."""
     return int(source.versions(np.zeros(1, np.int32))[0])
 
@@ -156,15 +156,15 @@ def test_every_change_of_a_file_is_another_version(
     source = files(tmp_path, content) if kind == "files" else records(tmp_path, content, 20)
     path = tmp_path / ("0" if kind == "files" else "records")
     ids = [0] if kind == "files" else [*range(0, 20, 2)]  # scattered: read one by one
-    before = one(source)
+    before = version_of(source)
     got, old = read(source, *ids)
     assert before > 0
     assert (got.version == before).all()
-    assert one(source) == before
+    assert version_of(source) == before
     change(path)
-    assert one(source) != before  # at once: CHANGING, if nothing else
+    assert version_of(source) != before  # at once: CHANGING, if nothing else
     settle(path)
-    after = one(source)
+    after = version_of(source)
     assert after > 0
     assert after != before
     got, new = read(source, *ids)  # records: by a descriptor that was kept open
@@ -184,7 +184,7 @@ def test_a_kept_descriptor_of_a_file_that_is_gone_is_no_file(
     assert (read(source, *ids)[0].nbytes == 10).all()
     (tmp_path / "records").unlink()
     assert (read(source, *ids)[0].nbytes == -1).all()
-    assert one(source) == MISSING
+    assert version_of(source) == MISSING
     with pytest.raises(OSError, match="No such file"):
         source.read(ids[0])
 
@@ -202,7 +202,7 @@ def test_a_file_written_a_moment_ago_equals_nothing(tmp_path: Path) -> None:
     status = (tmp_path / "0").stat()
     assert version.of_stat(status, status.st_ctime_ns + 1_000_000) == CHANGING
     settle(tmp_path / "0")
-    assert one(source) == read(source, 0)[0].version[0] > 0
+    assert version_of(source) == read(source, 0)[0].version[0] > 0
 
 
 def test_absent_files_are_missing_and_the_others_are_told(tmp_path: Path) -> None:
@@ -211,16 +211,16 @@ def test_absent_files_are_missing_and_the_others_are_told(tmp_path: Path) -> Non
     settle(tmp_path / "a")
     names = ["gone", "a", "\0", "loop", "a/under", "n" * 300, "a"]
     source = Source(Manifest.of_files(names, root=str(tmp_path)), _QUICK)
-    told = source.versions(np.arange(7, dtype=np.int32)).tolist()
-    assert told[0] == told[2] == told[3] == told[4] == told[5] == MISSING
-    assert told[1] == told[6] > 0
-    assert source.versions(np.array([6, 1], np.int32)).tolist() == [told[1]] * 2
+    versions = source.versions(np.arange(7, dtype=np.int32)).tolist()
+    assert versions[0] == versions[2] == versions[3] == versions[4] == versions[5] == MISSING
+    assert versions[1] == versions[6] > 0
+    assert source.versions(np.array([6, 1], np.int32)).tolist() == [versions[1]] * 2
     assert len(source.versions(np.zeros(0, np.int32))) == 0
 
 
 def test_a_daemon_asks_for_no_relative_path() -> None:
     source = Source(Manifest.of_files(["etc/hostname"]), _QUICK, relative=False)
-    assert one(source) == MISSING
+    assert version_of(source) == MISSING
 
 
 def test_objects_of_unknown_length_have_versions(tmp_path: Path) -> None:
@@ -228,9 +228,9 @@ def test_objects_of_unknown_length_have_versions(tmp_path: Path) -> None:
     (first, second, third) = Source(
         Manifest.of_files(["0", "1", "2"], root=str(tmp_path)), _QUICK
     ).read_whole(np.arange(3))
-    told = source.versions(np.arange(2, dtype=np.int32)).tolist()
-    assert [one and one[:2] for one in (first, second, third)] == [
-        *((b"abc", told[0]), (b"", told[1])),
+    versions = source.versions(np.arange(2, dtype=np.int32)).tolist()
+    assert [object_read and object_read[:2] for object_read in (first, second, third)] == [
+        *((b"abc", versions[0]), (b"", versions[1])),
         None,
     ]
 
@@ -239,19 +239,23 @@ def test_storage_that_coughs_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = files(tmp_path, b"a", b"b", b"c")
-    told = source.versions(np.arange(3, dtype=np.int32))
+    versions = source.versions(np.arange(3, dtype=np.int32))
     left, real = [4], os.stat
 
-    def coughs(path: str, **rest: object) -> os.stat_result:
+    def coughs(path: str, **options: object) -> os.stat_result:
         if left[0] and str(path).endswith("/1"):
             left[0] -= 1
             raise OSError(errno.ESTALE, "stale", path)
-        return real(path, **rest)  # type: ignore[arg-type]
+        return real(path, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "stat", coughs)
     asked = np.array([2, 1, 0], np.int32)
-    assert source.versions(asked).tolist() == [told[2], MISSING, told[0]]  # after 3 attempts
-    assert source.versions(asked).tolist() == told[asked].tolist()
+    assert source.versions(asked).tolist() == [
+        versions[2],
+        MISSING,
+        versions[0],
+    ]  # after 3 attempts
+    assert source.versions(asked).tolist() == versions[asked].tolist()
 
 
 # --- copies that may be torn ----------------------------------------------------------------------
@@ -275,8 +279,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path, int], N
                     f.write(b"N")
                     f.flush()
 
-    def preadv(fd: int, *rest: object) -> int:
-        got = real[0](fd, *rest)  # type: ignore[arg-type]
+    def preadv(fd: int, *arguments: object) -> int:
+        got = real[0](fd, *arguments)  # type: ignore[arg-type]
         write(fd)
         return got
 
@@ -306,15 +310,15 @@ def test_a_copy_that_may_be_torn_is_read_again(
     path = next(tmp_path.iterdir())
     written(path, times)
     if kind == "whole":
-        ((data, told, _),) = (x for x in source.read_whole(np.zeros(1, np.int32)) if x is not None)
+        ((data, seen, _),) = (x for x in source.read_whole(np.zeros(1, np.int32)) if x is not None)
         got = [data]
     else:
         ids = {"file": (0,), "pieces": (*range(0, 20, 2),), "neighbours": (0, 1, 2)}[kind]
         done, got = read(source, *ids)
         assert (done.nbytes >= 0).all()
-        (told,) = set(done.version.tolist())
+        (seen,) = set(done.version.tolist())
     assert got[0] == new[: len(got[0])]
-    assert told in {CHANGING, one(source)}
+    assert seen in {CHANGING, version_of(source)}
 
 
 @pytest.mark.parametrize("kind", ["file", "neighbours", "whole"])
@@ -344,20 +348,20 @@ def test_an_http_server_tells_versions_by_its_tags(tmp_path: Path) -> None:
         whole = Manifest.of_files(["0", "1", "2"], root=server.url, lengths=[10, 10, 10])
         parts = Manifest.of_runs([f"{server.url}/0"], *(np.array([n]) for n in (0, 5, 2)))
         source, pieces = Source(whole, _QUICK), Source(parts, _QUICK)
-        told = source.versions(np.arange(3, dtype=np.int32))
-        assert told[2] == MISSING
-        assert (read(source, 0, 1)[0].version == told[:2]).all()
-        assert (read(pieces, 0, 1)[0].version == told[0]).all()
+        versions = source.versions(np.arange(3, dtype=np.int32))
+        assert versions[2] == MISSING
+        assert (read(source, 0, 1)[0].version == versions[:2]).all()
+        assert (read(pieces, 0, 1)[0].version == versions[0]).all()
         (got,) = source.read_whole(np.array([1]))
         assert got is not None
-        assert got[:2] == (b"abcdefghij", told[1])
+        assert got[:2] == (b"abcdefghij", versions[1])
         stats = server.stats()
         assert (stats["heads"], stats["gets"]) == (2, 4)
         settle(tmp_path / "1")
         in_place(tmp_path / "1")
         again = source.versions(np.arange(2, dtype=np.int32))
-        assert again[0] == told[0]
-        assert again[1] not in (told[1], MISSING, UNKNOWN)
+        assert again[0] == versions[0]
+        assert again[1] not in (versions[1], MISSING, UNKNOWN)
 
 
 def test_a_manifest_knows_its_files() -> None:

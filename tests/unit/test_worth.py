@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.data.decoded import worth
+from creel.loader.data.decoded import decode_benefit
 from creel.loader.data.reading.lease import Lease
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this process one that has read no batch yet."""
-    monkeypatch.setattr(worth, "_batch", itertools.count())
+    monkeypatch.setattr(decode_benefit, "_batch", itertools.count())
 
 
 def counted(decode: Callable[[bytes], Any], samples: int = 1) -> dict[str, int]:
@@ -26,8 +26,8 @@ def counted(decode: Callable[[bytes], Any], samples: int = 1) -> dict[str, int]:
     lease = Lease()
     for _ in range(samples):
         lease.decodes += 1
-        (worth.looked_at(lease, decode) if lease.decodes == 1 else decode)(b"abc")
-    return worth.counts(lease)
+        (decode_benefit.measuring(lease, decode) if lease.decodes == 1 else decode)(b"abc")
+    return decode_benefit.counts(lease)
 
 
 def test_the_first_sample_of_a_batch_is_measured() -> None:
@@ -37,11 +37,11 @@ def test_the_first_sample_of_a_batch_is_measured() -> None:
         seen.append(data)
         return torch.zeros(1000, dtype=torch.uint8)
 
-    found = counted(decode, samples=5)
+    counts = counted(decode, samples=5)
     assert seen == [b"abc"] * 5
-    assert (found["decoded_calls"], found["decoded_measured"]) == (5, 1)
-    assert 1000 < found["decoded_call_nbytes"] < 1100
-    assert found["decoded_call_ns"] > 0
+    assert (counts["decoded_calls"], counts["decoded_measured"]) == (5, 1)
+    assert 1000 < counts["decoded_call_nbytes"] < 1100
+    assert counts["decoded_call_ns"] > 0
 
 
 def test_later_batches_are_measured_now_and_then() -> None:
@@ -69,4 +69,4 @@ def test_an_error_is_the_decoders_own() -> None:
 
 
 def test_a_batch_without_decoding_counts_nothing() -> None:
-    assert worth.counts(Lease()) == {}
+    assert decode_benefit.counts(Lease()) == {}

@@ -215,17 +215,17 @@ KINDS: list[Callable[..., Any]] = [
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
-    "old pickle": lambda one: pickle.loads(pickle.dumps(one, 2)),
+    "pickle": lambda dataset: pickle.loads(pickle.dumps(dataset)),
+    "old pickle": lambda dataset: pickle.loads(pickle.dumps(dataset, 2)),
 }
 
 
-def state(one: Any) -> Any:
+def state(dataset: Any) -> Any:
     """Return the values of all attributes of an instance that can be compared."""
-    names = [*getattr(one, "__dict__", {}), *Slots.__slots__]
-    found = {name: getattr(one, name) for name in names if hasattr(one, name)}
+    names = [*getattr(dataset, "__dict__", {}), *Slots.__slots__]
+    attributes = {name: getattr(dataset, name) for name in names if hasattr(dataset, name)}
     kinds = (int, list, dict)
-    return {name: value for name, value in found.items() if isinstance(value, kinds)}
+    return {name: value for name, value in attributes.items() if isinstance(value, kinds)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -268,13 +268,13 @@ def test_an_attribute_that_is_set_on_one_is_set_on_both(kind: Any) -> None:
         object.__getattribute__(bare, "items")
 
 
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("mode", COPIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_has_a_state_of_its_own(kind: Any, how: str) -> None:
-    if (kind is Guarded and "pickle" in how) or (kind is Module and how == "copy"):
+def test_a_copy_has_a_state_of_its_own(kind: Any, mode: str) -> None:
+    if (kind is Guarded and "pickle" in mode) or (kind is Module and mode == "copy"):
         pytest.skip("its own copies are no copies")
     wrapped: Any = creel.wrap(kind(3))
-    twin = COPIES[how](wrapped)
+    twin = COPIES[mode](wrapped)
     assert bool(is_wrapped(twin))
     assert type(twin) is type(wrapped)
     assert unwrap(twin) is not unwrap(wrapped)
@@ -317,12 +317,12 @@ def test_operators_are_the_datasets_own() -> None:
 
 def test_objects_that_its_methods_make_by_its_class_are_datasets() -> None:
     wrapped: Any = creel.wrap(Plain(3))
-    for made in (type(wrapped)(4), wrapped.__class__(4), type(creel.wrap(Slots()))(4)):
-        assert made[2] == 8
-        made.k = 5
-        assert made[2] == 10
-        assert len(made) == 10
-        assert pickle.loads(pickle.dumps(made))[2] == 10
+    for dataset in (type(wrapped)(4), wrapped.__class__(4), type(creel.wrap(Slots()))(4)):
+        assert dataset[2] == 8
+        dataset.k = 5
+        assert dataset[2] == 10
+        assert len(dataset) == 10
+        assert pickle.loads(pickle.dumps(dataset))[2] == 10
     assert wrapped[2] == 6
 
 
@@ -349,8 +349,8 @@ def test_the_dataset_ends_once_and_not_before_both_are_gone() -> None:
     gc.collect()
     assert not Closing.closed
     assert wrapped[3] == 3
-    copied, made = copy.copy(wrapped), type(wrapped)(2)
-    del wrapped, copied, made
+    copied, third = copy.copy(wrapped), type(wrapped)(2)
+    del wrapped, copied, third
     gc.collect()
     assert sorted(Closing.closed) == [1, 1, 2]
 
@@ -368,16 +368,16 @@ class Circular(Plain):
         self.__dict__ = before
 
 
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("mode", COPIES)
 @pytest.mark.parametrize("by", ["the dataset", "the wrapped one"])
-def test_a_dataset_that_holds_itself_can_be_copied(how: str, by: str) -> None:
+def test_a_dataset_that_holds_itself_can_be_copied(mode: str, by: str) -> None:
     bare = Circular(1)
     wrapped: Any = creel.wrap(bare)
     (bare if by == "the dataset" else wrapped).hold()
-    twin = COPIES[how](wrapped)
+    twin = COPIES[mode](wrapped)
     twin.k = 5
     assert (twin[1], wrapped[1]) == (5, 1)
-    if how != "copy":
+    if mode != "copy":
         assert twin.mine() == twin.me.k == 5
         assert twin.me is (unwrap(twin) if by == "the dataset" else twin)
 

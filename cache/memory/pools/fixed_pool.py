@@ -75,8 +75,8 @@ class FixedPool:
         """
         if len(places) >= _MIN_SORTED:
             places = np.sort(places)
-        records, rest = np.divmod(np.asarray(places, np.int64), self.record)
-        self._check_in_use(records, rest)
+        records, remainder = np.divmod(np.asarray(places, np.int64), self.record)
+        self._check_in_use(records, remainder)
         self._state[records] = _FREE
         self._busy -= self._per_slab(records)
         self.used -= len(records) * self.record
@@ -90,10 +90,12 @@ class FixedPool:
         nbytes: Ints,  # noqa: ARG002  (as in ObjectPool)
         runs: Runs,  # noqa: ARG002
     ) -> None:
-        (first, count), rest = np.divmod(np.stack(ranges), self.record)
-        must(not rest.any(), "slabs of records of another length")
-        records, rest = np.divmod(places, self.record)
-        must(not rest.any() and len(np.unique(records)) == len(records), "no places of records")
+        (first, count), remainder = np.divmod(np.stack(ranges), self.record)
+        must(not remainder.any(), "slabs of records of another length")
+        records, remainder = np.divmod(places, self.record)
+        must(
+            not remainder.any() and len(np.unique(records)) == len(records), "no places of records"
+        )
         order = first.argsort()
         slab = np.searchsorted(first[order], records, side="right") - 1
         must(bool((slab >= 0).all()), "a record in no slab")
@@ -137,8 +139,9 @@ class FixedPool:
         kept = stack[~empty[self._slab_of(stack)]]
         self._stack[: len(kept)] = kept
         self._top = len(kept)
-        slabs = self._first[empty].tolist(), self._count[empty].tolist()
-        for first, count in zip(*slabs, strict=True):
+        for first, count in zip(
+            self._first[empty].tolist(), self._count[empty].tolist(), strict=True
+        ):
             self._state[first : first + count] = 0
             self._space.extents.put(first * self.record, count * self.record)
         self._first, self._count, self._busy = (
@@ -202,12 +205,12 @@ class FixedPool:
     def _per_slab(self, records: Ints) -> Index:
         return np.bincount(self._slab_of(records), minlength=len(self._first))
 
-    def _check_in_use(self, records: Ints, rest: Ints) -> None:
+    def _check_in_use(self, records: Ints, remainder: Ints) -> None:
         if not len(records):
             return
         ordered = records if every(records[1:] > records[:-1]) else np.sort(records)
         if (
-            rest.any()
+            remainder.any()
             or ordered[0] < 0
             or ordered[-1] >= len(self._state)
             or (self._state[records] != _USED).any()

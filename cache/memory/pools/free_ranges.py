@@ -16,10 +16,10 @@ NOWHERE = -1
 _MAX_TRIED = 32  # candidates that a search tries one by one before it accepts a worse fit
 
 
-def must(holds: bool | np.bool_, what: str) -> None:
+def must(holds: bool | np.bool_, fault: str) -> None:
     """Raise IllegalEventError(what) unless an invariant `holds`."""
     if not holds:
-        raise IllegalEventError(what)
+        raise IllegalEventError(fault)
 
 
 class FreeRanges:
@@ -65,10 +65,10 @@ class FreeRanges:
         start = next(reversed(self._starts[size]))
         at = -(-start // align) * align
         if at + nbytes > start + size:
-            found = self._search(nbytes, align)
-            if found is None:
+            gap = self._search(nbytes, align)
+            if gap is None:
                 return NOWHERE
-            start, size, at = found
+            start, size, at = gap
         self._cut(start, size, at, nbytes)
         return at
 
@@ -144,9 +144,9 @@ class FreeRanges:
         self._drop(start, size)
         if at > start:
             self._keep(start, at - start)
-        rest = start + size - at - nbytes
-        if rest:
-            self._keep(at + nbytes, rest)
+        tail = start + size - at - nbytes
+        if tail:
+            self._keep(at + nbytes, tail)
 
     def _keep(self, start: int, size: int) -> None:
         self._size[start] = size

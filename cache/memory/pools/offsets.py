@@ -53,8 +53,8 @@ class Offsets:
                 return None
             places: Ints = np.subtract(words, 1, dtype=np.int64)
             return places
-        row, rest = np.divmod(self[ids], nbytes)
-        return None if np.count_nonzero(rest) or row.min() < 0 else row
+        row, remainder = np.divmod(self[ids], nbytes)
+        return None if np.count_nonzero(remainder) or row.min() < 0 else row
 
     def __setitem__(self, ids: NDArray[np.integer] | slice | int, offset: Ints | int) -> None:
         self._words[ids] = offset // self._record + 1

@@ -70,20 +70,20 @@ class PagedPool:
 
     def _chain(self, nbytes: int) -> int:
         """Allocate an object in several runs, largest ranges first; NOWHERE without room."""
-        extents, found = self._space.extents, list[tuple[int, int]]()
-        while nbytes > 0 and extents.nbytes >= nbytes and len(found) < _MAX_RUNS:
+        extents, runs = self._space.extents, list[tuple[int, int]]()
+        while nbytes > 0 and extents.nbytes >= nbytes and len(runs) < _MAX_RUNS:
             want = -(-(nbytes + HEADER.size) // self.page) * self.page
             at, size = extents.take_most(want, self.page)
             if at == NOWHERE:
                 break
-            found.append((at, size))
+            runs.append((at, size))
             nbytes -= size - HEADER.size
-        if nbytes > 0 or not found:
-            for at, size in found:
+        if nbytes > 0 or not runs:
+            for at, size in runs:
                 extents.put(at, size)
             return NOWHERE
-        place = chained(found[0][0])
-        self._chains[place] = np.array(found, np.int64)
+        place = chained(runs[0][0])
+        self._chains[place] = np.array(runs, np.int64)
         return place
 
     def free(self, places: Ints, nbytes: Ints) -> int:
@@ -125,9 +125,9 @@ class PagedPool:
         if every(whole):
             return places, sizes
         chains = [runs.get(place) for place in places[~whole].tolist()]
-        found = [chain for chain in chains if chain is not None]
-        must(len(found) == len(chains), "a place of runs that are not in use")
-        at, size = np.concatenate(found).T
+        in_use = [chain for chain in chains if chain is not None]
+        must(len(in_use) == len(chains), "a place of runs that are not in use")
+        at, size = np.concatenate(in_use).T
         return np.concatenate([places[whole], at]), np.concatenate([sizes[whole], size])
 
     def adopt(self, ranges: tuple[Ints, Ints], places: Ints, nbytes: Ints, runs: Runs) -> None:

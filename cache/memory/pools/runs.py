@@ -61,7 +61,7 @@ def pieces(arena: memoryview, place: int, nbytes: int) -> list[memoryview] | Non
         return None
     if place >= 0:
         return [arena[place : place + nbytes]]
-    found = list[memoryview]()
+    views = list[memoryview]()
     start = chained(place)
     while nbytes > 0:
         first = start + HEADER.size
@@ -70,6 +70,6 @@ def pieces(arena: memoryview, place: int, nbytes: int) -> list[memoryview] | Non
         held, start = HEADER.unpack_from(arena, first - HEADER.size)
         if not min(_LEAST, nbytes) <= held <= min(nbytes, len(arena) - first):
             return None
-        found.append(arena[first : first + held])
+        views.append(arena[first : first + held])
         nbytes -= held
-    return found
+    return views

@@ -129,13 +129,13 @@ class SlotReader:
 
     def locked_leases(self, slot_ids: Iterable[int]) -> list[Buffer]:
         """Return the buffers of those of these slots that are leased and locked."""
-        found = []
+        buffers = []
         for slot_id in slot_ids:
             lease, mapping = self._live.get(slot_id), self._maps.get(slot_id)
             buffer = None if lease is None else lease()
             if buffer is not None and getattr(mapping, "page_lock", None) is not None:
-                found.append(buffer)
-        return found
+                buffers.append(buffer)
+        return buffers
 
     def release(self, slot_id: int, *, once: bool = False) -> None:
         """Give back a slot that was not leased."""
@@ -154,7 +154,7 @@ class SlotReader:
             ids.append(self._free.popleft())
         return ids
 
-    def forget(self, ids: list[int]) -> None:
+    def unmap(self, ids: list[int]) -> None:
         """Unmap slots that the worker has freed; leased ones stay until their last tensor dies."""
         for slot_id in ids:
             self._maps.pop(slot_id, None)
@@ -162,14 +162,14 @@ class SlotReader:
 
     def unused(self, nbytes: int) -> list[mmap.mmap]:
         """Return unused slots of a worker that has ended, of at most `nbytes` together."""
-        found = []
+        mappings = []
         for slot_id, mapping in list(self._maps.items()):
             if slot_id in self._live or not isinstance(mapping, mmap.mmap):
                 continue
             if len(mapping) <= nbytes:
                 nbytes -= len(mapping)
-                found.append(mapping)
-        return found
+                mappings.append(mapping)
+        return mappings
 
     def close(self) -> None:
         """Forget all slots; tensors stay valid, and no slot is given back any more."""

@@ -57,7 +57,7 @@ class SlotWriter:
         self._batches_left = _SPARE  # until large slots that were not needed are freed
         self._unneeded: int | None = None  # large slots that were idle after each batch since
         #: Called before a slot is made because none is idle: may call `give_back`.
-        self.look: Callable[[], None] = lambda: None
+        self.poll: Callable[[], None] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -92,8 +92,8 @@ class SlotWriter:
         most = _TOO_LARGE * want
         tail = TINY if position else 0  # tiny parts find room behind a large one
         slot = (
-            self._found(want, most, tail)
-            or self._found(nbytes, most, tail)
+            self._slot_for(want, most, tail)
+            or self._slot_for(nbytes, most, tail)
             or self._new(nbytes + tail, once=True)
         )
         if slot.untouched:
@@ -139,7 +139,7 @@ class SlotWriter:
     def abandon(self) -> None:
         for slot in self._open:
             if slot.once:
-                self._forget(slot)
+                self._remove(slot)
         self._open = []
 
     def unsent(self) -> list[tuple[int, int, int]]:
@@ -182,16 +182,16 @@ class SlotWriter:
     def _idle(self) -> list[Slot]:
         return [s for s in self._slots.values() if s.idle and s not in self._open]
 
-    def _found(self, nbytes: int, most: int, tail: int) -> Slot | None:
+    def _slot_for(self, nbytes: int, most: int, tail: int) -> Slot | None:
         """Return the smallest idle slot of `nbytes` to `most`, or a new one; None beyond limits.
 
         A larger one is not used: whoever kept a small part would hold all of it.
         """
-        found = self._fitting(nbytes, most)
-        if found is None and self._slots:
-            self.look()
-            found = self._fitting(nbytes, most)
-        return found or self._grown(_rounded(nbytes) + tail)
+        slot = self._fitting(nbytes, most)
+        if slot is None and self._slots:
+            self.poll()
+            slot = self._fitting(nbytes, most)
+        return slot or self._grown(_rounded(nbytes) + tail)
 
     def _fitting(self, nbytes: int, most: int) -> Slot | None:
         fit = [slot for slot in self._idle() if nbytes <= slot.nbytes <= most]
@@ -237,9 +237,9 @@ class SlotWriter:
 
     def _retire(self, slot: Slot) -> None:
         del self._slots[slot.id]
-        self._forget(slot)
+        self._remove(slot)
 
-    def _forget(self, slot: Slot) -> None:
+    def _remove(self, slot: Slot) -> None:
         if slot in self._unsent:
             self._unsent.remove(slot)
         else:

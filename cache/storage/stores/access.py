@@ -196,17 +196,17 @@ def option_names(scheme: str) -> list[str]:
 
 def _s3_of_environment(options: Mapping[str, Any]) -> dict[str, str]:
     """Return what the environment adds to the options of an S3 client."""
-    found = {}
+    account = {}
     env = os.environ
     if not options.keys() & {"access_key", "anonymous", "role_arn"} and env.get(_AWS_KEYS[0]):
         names = ("access_key", "secret_key", "session_token")
         pairs = zip(names, _AWS_KEYS, strict=True)
-        found.update({name: env[variable] for name, variable in pairs if env.get(variable)})
+        account.update({name: env[variable] for name, variable in pairs if env.get(variable)})
     for name, variables in (("endpoint_override", _AWS_ENDPOINT), ("region", _AWS_REGION)):
         value = next((env[v] for v in variables if env.get(v)), None)
         if value is not None and name not in options:
-            found[name] = value
-    return found
+            account[name] = value
+    return account
 
 
 def environment_of(scheme: str, options: Mapping[str, Any]) -> dict[str, str]:
@@ -217,8 +217,8 @@ def environment_of(scheme: str, options: Mapping[str, Any]) -> dict[str, str]:
         known = options.keys() & {"anonymous", "access_token"} and "endpoint_override" in options
         names = [] if known else [*_starting(_GOOGLE), "HOME"]
     elif scheme in AZURES:
-        who = options.keys() & {"account_key", "sas_token", "anonymous"}
-        names = [] if who else [*_starting(_AZURE), "HOME"]
+        credentials = options.keys() & {"account_key", "sas_token", "anonymous"}
+        names = [] if credentials else [*_starting(_AZURE), "HOME"]
     elif scheme in ARROW:
         names = [*_starting(_HADOOP), "HOME"]
     elif scheme in {"http", "https"}:
@@ -229,10 +229,10 @@ def environment_of(scheme: str, options: Mapping[str, Any]) -> dict[str, str]:
         own = tuple(part.upper() + "_" for part in _protocols(scheme))
         names = [*_starting((*_ANY_LIBRARY, *own)), *_ANY_PROXY, *_FOLDERS]
     wanted = sorted({*names, *_CERTIFICATES} & os.environ.keys())
-    found = {name: _digest(os.environ[name]) for name in wanted}
+    digests = {name: _digest(os.environ[name]) for name in wanted}
     if scheme not in ARROW:
-        found |= {f"the class of {p}://": _class_of(p) for p in _protocols(scheme)}
-    return found
+        digests |= {f"the class of {p}://": _class_of(p) for p in _protocols(scheme)}
+    return digests
 
 
 def _aws_variables(options: Mapping[str, Any]) -> list[str]:
@@ -316,11 +316,11 @@ def _resolved(scheme: str, given: Options) -> dict[str, Any]:
 
 def differences(grants: Mapping[str, Grant]) -> list[str]:
     """Return what decides on these grants and is another in this process's environment."""
-    found: set[str] = set()
+    names: set[str] = set()
     for scheme, grant in grants.items():
         theirs, ours = grant.environment, environment_of(scheme, grant.options)
-        found.update(k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k))
-    return sorted(found)
+        names.update(k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k))
+    return sorted(names)
 
 
 def check_grants(grants: Sequence[Mapping[str, Grant]], accesses: int) -> None:
@@ -332,11 +332,11 @@ def check_grants(grants: Sequence[Mapping[str, Grant]], accesses: int) -> None:
     """
     if len(grants) != accesses:
         raise MalformedError(f"{len(grants)} grants for {accesses} accesses")
-    found = sorted({name for one in grants for name in differences(one)})
-    if found:
-        schemes = sorted({f"{scheme}://" for one in grants for scheme in one})
+    names = sorted({name for grant in grants for name in differences(grant)})
+    if names:
+        schemes = sorted({f"{scheme}://" for grant in grants for scheme in grant})
         raise UnavailableError(
-            f"the daemon has not this process's {', '.join(found)}, which decides how"
+            f"the daemon has not this process's {', '.join(names)}, which decides how"
             f" {' and '.join(schemes)} addresses are read: choose another daemon.name, so that this"
             " job starts a daemon of its own"
         )
@@ -349,9 +349,9 @@ def shown(options: Mapping[str, Any]) -> str:
     'access key AKIA1 at http://h:9'
     """
     key, server = options.get("access_key"), options.get("endpoint_override")
-    who = f"access key {key}" if key else "no account" if options.get("anonymous") else ""
-    who = who or ("the given options" if options else "the environment's credentials")
-    return f"{who} at {server}" if server else who
+    account = f"access key {key}" if key else "no account" if options.get("anonymous") else ""
+    account = account or ("the given options" if options else "the environment's credentials")
+    return f"{account} at {server}" if server else account
 
 
 #: The access key that the environment had when a scheme was first resolved. Other ones later are

@@ -105,28 +105,28 @@ def _of_s3(parts: SplitResult, options: Mapping[str, Any]) -> tuple[str, dict[st
     named = dict(parse_qsl(parts.query))
     into = {k: str(v) for k, v in options.items() if k in _S3_SERVER and v and k not in named}
     account = () if parts.username is None else _S3_ACCOUNT
-    rest = {k: v for k, v in options.items() if k not in _S3_SERVER and k not in account}
-    return urlunsplit(parts._replace(query=urlencode({**into, **named}))), rest
+    other_options = {k: v for k, v in options.items() if k not in _S3_SERVER and k not in account}
+    return urlunsplit(parts._replace(query=urlencode({**into, **named}))), other_options
 
 
 def _of_azure(parts: SplitResult, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return an address of Azure's as pyarrow has it, and the other options."""
-    rest = dict(options)
-    account, container = rest.pop("account_name", ""), parts.netloc
+    others = dict(options)
+    account, container = others.pop("account_name", ""), parts.netloc
     if parts.scheme.lower() != "az":
         container, _, host = container.rpartition("@")
         account = host.partition(".")[0]
     if not account:
         raise ConfigError("az:// needs account_name, or AZURE_STORAGE_ACCOUNT_NAME")
-    authority = rest.get("blob_storage_authority") or "."
+    authority = others.get("blob_storage_authority") or "."
     server = (
         f"{account}.blob.core.windows.net" if authority[:1] == "." else f"{account}@{authority}"
     )
-    query = {"enable_tls": str(rest.get("blob_storage_scheme") != "http").lower()}
-    if rest.pop("anonymous", False):
+    query = {"enable_tls": str(others.get("blob_storage_scheme") != "http").lower()}
+    if others.pop("anonymous", False):
         query["credential_kind"] = "anonymous"
-        rest = {k: v for k, v in rest.items() if not k.endswith(("_authority", "_scheme"))}
-    return f"abfs://{server}/{container}{parts.path}?{urlencode(query)}", rest
+        others = {k: v for k, v in others.items() if not k.endswith(("_authority", "_scheme"))}
+    return f"abfs://{server}/{container}{parts.path}?{urlencode(query)}", others
 
 
 class ArrowStore:
@@ -157,8 +157,8 @@ class ArrowStore:
             return self._range(stored, offset, length), version.UNKNOWN
         with self._open(self._path(stored.uri)) as f:
             known = versioned or stored.pinned != ANY
-            found = self._version(stored.uri, f) if known else version.UNKNOWN
-            check_pin(stored, found)
+            data_version = self._version(stored.uri, f) if known else version.UNKNOWN
+            check_pin(stored, data_version)
             nbytes = f.size() if length == UNKNOWN else length
             check_size(stored, f.size(), nbytes)
             f.seek(offset)
@@ -166,7 +166,7 @@ class ArrowStore:
             data: bytes = f.read(nbytes)
         if len(data) < nbytes:
             raise too_short(stored.uri, nbytes, len(data))
-        return data, found
+        return data, data_version
 
     def _open(self, path: str) -> Any:
         self._requests.count("HEAD")
@@ -207,8 +207,8 @@ class ArrowStore:
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         with self._open(self._path(stored.uri)) as f:
             check_size(stored, f.size(), runs[0][1])
-            found = self._version(stored.uri, f)
-            check_pin(stored, found)
+            data_version = self._version(stored.uri, f)
+            check_pin(stored, data_version)
             for i, (offset, _, buffers) in enumerate(runs):
                 f.seek(offset)
                 for buffer in buffers:
@@ -216,7 +216,7 @@ class ArrowStore:
                     got = f.readinto(buffer) if len(buffer) else 0
                     if got < len(buffer):
                         raise too_short(stored.uri, len(buffer), got)
-                yield Filled(int(i == 0), found)
+                yield Filled(int(i == 0), data_version)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         return of_each(self._ask, uris)
@@ -230,11 +230,11 @@ class ArrowStore:
         from pyarrow import fs
 
         base = self._path(root).rstrip("/")
-        found = self._info(fs.FileSelector(base)) if self._lists_folders else []
-        folders = [info.path for info in found if info.type is fs.FileType.Directory]
+        listing = self._info(fs.FileSelector(base)) if self._lists_folders else []
+        folders = [info.path for info in listing if info.type is fs.FileType.Directory]
         # Too many may cost more requests than all their keys.
         if not self._lists_folders or len(folders) > _MAX_FOLDERS:
-            folders, found = [base], []
+            folders, listing = [base], []
 
         def below(folder: str) -> Any:
             return self._info(fs.FileSelector(folder, recursive=True))
@@ -244,7 +244,7 @@ class ArrowStore:
                 answers = pool.map(below, folders)
             except RuntimeError:  # no thread available
                 answers = map(below, folders)
-            for infos in chain([found], answers):
+            for infos in chain([listing], answers):
                 for info in infos:
                     if info.type is fs.FileType.File:
                         size = UNKNOWN if info.size is None else int(info.size)
@@ -290,14 +290,14 @@ class GcsStore(ArrowStore):
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         del versioned  # the request for the size returns the version as well
-        parts, found = self._bytes(stored, [(offset, length)])
-        return parts[0], found
+        parts, data_version = self._bytes(stored, [(offset, length)])
+        return parts[0], data_version
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        parts, found = self._bytes(stored, [(offset, length) for offset, length, _ in runs])
+        parts, data_version = self._bytes(stored, [(offset, length) for offset, length, _ in runs])
         for i, ((_, _, buffers), data) in enumerate(zip(runs, parts, strict=True)):
             copy_over(memoryview(data), buffers)
-            yield Filled(int(i == 0), found)
+            yield Filled(int(i == 0), data_version)
 
     def _bytes(
         self, stored: StoredFile, spans: Sequence[tuple[int, int]]
@@ -307,10 +307,10 @@ class GcsStore(ArrowStore):
         They are in new memory, as late threads may write.
         """
         path = self._path(stored.uri)
-        with self._stream(path) as (f, size, found):
+        with self._stream(path) as (f, size, data_version):
             nbytes = size if spans[0][1] == UNKNOWN else spans[0][1]
             check_size(stored, size, nbytes)
-            check_pin(stored, found)
+            check_pin(stored, data_version)
             if len(spans) == 1 and spans[0][0] == 0:
                 data: bytes = self._in_time(lambda: f.read(nbytes), nbytes / SLOWEST_BPS)
                 parts, asked = [data], [nbytes]
@@ -320,7 +320,7 @@ class GcsStore(ArrowStore):
         for data, n in zip(parts, asked, strict=True):
             if len(data) < n:
                 raise too_short(stored.uri, n, len(data))
-        return parts, found
+        return parts, data_version
 
     def _parts(self, path: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         self._requests.count("GET", len(spans))
@@ -341,8 +341,8 @@ class GcsStore(ArrowStore):
             yield f, int(about["size"]), version.of_tag(about["generation"].decode())
 
     def status(self, uri: str) -> tuple[int | None, int]:
-        with self._stream(self._path(uri)) as (_, size, found):
-            return size, found
+        with self._stream(self._path(uri)) as (_, size, data_version):
+            return size, data_version
 
     def _info(self, of: Any) -> Any:
         return self._in_time(

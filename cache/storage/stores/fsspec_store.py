@@ -52,30 +52,30 @@ class HttpStore(OneRequestStore):
         self._requests = requests
 
     def _read(self, stored: StoredFile, offset: int, length: int) -> tuple[bytes, int]:
-        found: tuple[bytes, int] = self._do(self._request, stored, offset, length)
-        return found
+        answer: tuple[bytes, int] = self._do(self._request, stored, offset, length)
+        return answer
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         for offset, length, buffers in runs:
-            data, found = self.read(stored, offset, length)
+            data, data_version = self.read(stored, offset, length)
             copy_over(memoryview(data), buffers)
-            yield Filled(1, found)
+            yield Filled(1, data_version)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         async def ask() -> list[int | Exception]:
             gate = asyncio.Semaphore(AT_ONCE)
 
-            async def one(uri: str) -> int | Exception:
+            async def ask_version(uri: str) -> int | Exception:
                 async with gate:
                     try:
                         return await self._version(uri)
                     except Exception as e:  # noqa: BLE001  aiohttp raises what it likes
                         return e
 
-            return list(await asyncio.gather(*map(one, uris)))
+            return list(await asyncio.gather(*map(ask_version, uris)))
 
-        found: list[int | Exception] = self._do(ask)
-        return found
+        versions: list[int | Exception] = self._do(ask)
+        return versions
 
     def _do(self, job: Callable[..., Any], *args: Any) -> Any:
         from fsspec.asyn import sync
@@ -110,14 +110,14 @@ class HttpStore(OneRequestStore):
 
     def status(self, uri: str) -> tuple[int | None, int]:
         """See Store. The `size` of fsspec would report every failure as a missing file."""
-        found: tuple[Mapping[str, str], int | None] = self._do(
+        answer: tuple[Mapping[str, str], int | None] = self._do(
             self._ask, uri, lambda r: r.status in _NO_HEAD or _size_of(r) is None
         )
-        tag = tag_of(*found)
-        return found[1], version.of_tag(tag) if tag else version.UNKNOWN
+        tag = tag_of(*answer)
+        return answer[1], version.of_tag(tag) if tag else version.UNKNOWN
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
-        for name, size in _found(self._fs, root, on_error=_unless_missing):
+        for name, size in _files_below(self._fs, root, on_error=_unless_missing):
             # A web page of a folder also links to other sort orders of itself.
             if not {"?", "#"} & set(name):
                 yield unquote(name), size
@@ -221,7 +221,7 @@ def fsspec_of(uri: str, deadline_s: float, options: Mapping[str, Any], *, handed
     return fsspec.core.url_to_fs(uri, **given)[0]
 
 
-def _found(system: Any, root: str, **options: Any) -> Iterator[tuple[str, int]]:
+def _files_below(system: Any, root: str, **options: Any) -> Iterator[tuple[str, int]]:
     """Yield the name below `root`, and the size or UNKNOWN, of each file that fsspec finds."""
     base = system._strip_protocol(root).rstrip("/") + "/"  # noqa: SLF001  as url_to_fs does
     for name, info in system.find(base, detail=True, **options).items():
@@ -247,8 +247,8 @@ class FsspecStore:
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
-        found = self._ask(stored.uri) if versioned else version.UNKNOWN
-        return self._read(stored, offset, length), found
+        data_version = self._ask(stored.uri) if versioned else version.UNKNOWN
+        return self._read(stored, offset, length), data_version
 
     def _read(self, stored: StoredFile, offset: int, length: int) -> bytes:
         if length == 0 and not stored.whole:
@@ -266,10 +266,10 @@ class FsspecStore:
         return data
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        found = self._ask(stored.uri)
+        data_version = self._ask(stored.uri)
         for offset, length, buffers in runs:
             copy_over(memoryview(self._read(stored, offset, length)), buffers)
-            yield Filled(1, found)
+            yield Filled(1, data_version)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         return of_each(self._ask, uris)
@@ -280,7 +280,7 @@ class FsspecStore:
         return None if size is None else int(size), _version_of(info)
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
-        return _found(self._fs, root)
+        return _files_below(self._fs, root)
 
     def _ask(self, uri: str) -> int:
         return _version_of(self._info(uri))

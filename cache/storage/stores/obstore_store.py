@@ -131,7 +131,7 @@ class ObstoreStore(OneRequestStore):
         self._requests = requests
         self._gate = Gate()
         self._lock = threading.Lock()
-        self._made: Any = None
+        self._s3: Any = None
         #: Whether tags that look like MD5 sums are compared with the bytes (`_check_sum`).
         self._sums = plain
         self._odd: dict[str, str] = {}  # by tag: the sum of bytes that it is not that of
@@ -145,13 +145,13 @@ class ObstoreStore(OneRequestStore):
         for first, last in _near(runs):
             joined = runs[first:last]
             offset, nbytes = joined[0][0], joined[-1][0] + joined[-1][1] - joined[0][0]
-            found = version.UNKNOWN
+            data_version = version.UNKNOWN
             if nbytes >= _LARGE_NBYTES:
-                found = self._get_parts(stored, offset, nbytes, _buffers(joined)).version
+                data_version = self._get_parts(stored, offset, nbytes, _buffers(joined)).version
             elif nbytes or stored.whole:
                 take = _into(_buffers(joined))
-                found = self._get(stored, offset, nbytes, take).version
-            yield Filled(1, found, len(joined))
+                data_version = self._get(stored, offset, nbytes, take).version
+            yield Filled(1, data_version, len(joined))
 
     def _get_parts(
         self, stored: StoredFile, offset: int, nbytes: int, buffers: list[memoryview]
@@ -292,11 +292,11 @@ class ObstoreStore(OneRequestStore):
 
     def _client(self) -> Any:
         with self._lock:
-            if self._made is None:
+            if self._s3 is None:
                 from obstore import store
 
-                self._made = getattr(store, self._bucket.kind)(**self._config)
-            return self._made
+                self._s3 = getattr(store, self._bucket.kind)(**self._config)
+            return self._s3
 
     @contextmanager
     def _request(self, kind: str, uri: str) -> Iterator[None]:
@@ -314,7 +314,7 @@ class ObstoreStore(OneRequestStore):
                     self._requests.count("throttles")
                     self._gate.slow_down(cuts)
                 if EXPIRED in str(error):
-                    self._made = None  # with it, what it knows of a role's keys
+                    self._s3 = None  # with it, what it knows of a role's keys
                 raise error from e
             self._gate.success()
 

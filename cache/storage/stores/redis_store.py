@@ -28,8 +28,8 @@ class RedisStore:
         return bytes(self._read(stored.uri, [(offset, length)])[0]), _VERSION
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        found = self._read(stored.uri, [(offset, length) for offset, length, _ in runs])
-        for (_, _, buffers), data in zip(runs, found, strict=True):
+        bodies = self._read(stored.uri, [(offset, length) for offset, length, _ in runs])
+        for (_, _, buffers), data in zip(runs, bodies, strict=True):
             copy_over(memoryview(data), buffers)
             yield Filled(1, _VERSION)
 
@@ -38,22 +38,22 @@ class RedisStore:
 
     def status(self, uri: str) -> tuple[int | None, int]:
         stream, number = self._chunk(uri)
-        found = stream.stat(number)
-        return (None if found is None else found[0]), _VERSION
+        entry = stream.stat(number)
+        return (None if entry is None else entry[0]), _VERSION
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
         raise SourceError(errno.ENOTSUP, "a stream is read by creel.Stream", root)
 
     def _read(self, uri: str, parts: Sequence[tuple[int, int]]) -> Sequence[bytearray]:
         stream, number = self._chunk(uri)
-        found = [bytearray(length) for _, length in parts]
+        buffers = [bytearray(length) for _, length in parts]
         pieces = [
             (number, offset, [memoryview(data)])
-            for (offset, _), data in zip(parts, found, strict=True)
+            for (offset, _), data in zip(parts, buffers, strict=True)
         ]
         if stream.fill(pieces) is not None:
-            raise too_short(uri, sum(map(len, found)), 0)
-        return found
+            raise too_short(uri, sum(map(len, buffers)), 0)
+        return buffers
 
     def _chunk(self, uri: str) -> tuple[RedisStream, int]:
         address, _, number = uri.rpartition("/")

@@ -89,10 +89,10 @@ def store_key(uri: str) -> tuple[str, str, str]:
     >>> store_key("s3://b/a?region=x"), store_key("http://h/a?sign=x")
     (('s3', 'b', 'region=x'), ('http', 'h', ''))
     """
-    scheme, _, rest = uri.partition("://")
+    scheme, _, location = uri.partition("://")
     scheme = scheme.lower()
-    options = urlsplit(uri).query if "?" in rest and scheme in ARROW else ""
-    return scheme, rest.partition("/")[0].partition("?")[0], options
+    options = urlsplit(uri).query if "?" in location and scheme in ARROW else ""
+    return scheme, location.partition("/")[0].partition("?")[0], options
 
 
 def open_store(

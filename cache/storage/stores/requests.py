@@ -29,9 +29,9 @@ class Requests:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def count(self, what: str, n: int = 1) -> None:
+    def count(self, name: str, n: int = 1) -> None:
         with self._lock:
-            self._counts[what] += n
+            self._counts[name] += n
 
     def snapshot(self) -> Counter[str]:
         """Return a copy of all counts."""
@@ -111,13 +111,13 @@ def of_each(
 ) -> list[R | Exception]:
     """Return the result or exception of `job` for each item; runs many jobs at a time."""
 
-    def one(item: T) -> R | Exception:
+    def outcome(item: T) -> R | Exception:
         try:
             return job(item)
         except Exception as e:  # noqa: BLE001  stores raise what they like
             return e
 
-    return in_threads(one, items, at_once)
+    return in_threads(outcome, items, at_once)
 
 
 def tag_of(headers: Mapping[str, str], size: int | None) -> str:

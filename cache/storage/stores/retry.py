@@ -92,10 +92,10 @@ def public(uri: str) -> str:
     >>> public("s3://AKIA:se/cr+et@bucket/x@1"), public("abfs://box:hush@h/x")
     ('s3://bucket/x@1', 'abfs://box@h/x')
     """
-    scheme, found, rest = uri.partition("://")
-    if not found:
+    scheme, separator, location = uri.partition("://")
+    if not separator:
         return uri
-    host, slash, path = rest.partition("/")
+    host, slash, path = location.partition("/")
     if "@" not in host and "@" in path and _INVALID_PORT.search(host):
         host, slash, path = path.partition("@")[2].partition("/")
     user, _, host = host.rpartition("@")

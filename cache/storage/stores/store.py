@@ -116,9 +116,9 @@ def check_size(stored: StoredFile, size: int, length: int) -> None:
         raise too_short(stored.uri, stored.min_nbytes, size)
 
 
-def check_pin(stored: StoredFile, found: int) -> None:
+def check_pin(stored: StoredFile, data_version: int) -> None:
     """Raise SourceError unless a version is that which the manifest was made of."""
-    if stored.pinned not in (ANY, found):
+    if stored.pinned not in (ANY, data_version):
         reason = "was replaced since the dataset was made: make it anew"
         raise SourceError(errno.ESTALE, reason, stored.uri)
 
@@ -164,12 +164,12 @@ def read_file(path: str) -> bytes:
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return _rest(fd, os.fstat(fd).st_size)
+        return _bytes_left(fd, os.fstat(fd).st_size)
     finally:
         os.close(fd)
 
 
-def _rest(fd: int, size: int) -> bytes:
+def _bytes_left(fd: int, size: int) -> bytes:
     """Return the rest of a file, which should be `size` bytes."""
     data = os.read(fd, size + 1)
     if len(data) == size > 0:
@@ -278,7 +278,7 @@ def read_unchanged(uri: str, opened: OpenFile | None = None) -> tuple[bytes, int
         try:
             if not stat.S_ISREG(file.status.st_mode):
                 raise SourceError(errno.EINVAL, "is no regular file", uri)
-            data = _rest(file.fd, file.status.st_size)
+            data = _bytes_left(file.fd, file.status.st_size)
             if not version.torn(file.status, os.fstat(file.fd)):
                 return data, version.of_stat(file.status, file.since)
         finally:
@@ -313,8 +313,10 @@ class LocalStore:
                 if not more:
                     raise too_short(stored.uri, length, len(data))
                 data += more
-            told = version.of_stat(file.status, file.since) if versioned else version.UNKNOWN
-            return data, told
+            data_version = (
+                version.of_stat(file.status, file.since) if versioned else version.UNKNOWN
+            )
+            return data, data_version
 
     def fill(
         self, stored: StoredFile, runs: Sequence[Run], opened: OpenFile | None = None
@@ -341,8 +343,8 @@ class LocalStore:
         return versions
 
     def status(self, uri: str) -> tuple[int | None, int]:
-        now, found = time.time_ns(), os.stat(path_of(uri))  # noqa: PTH116  as in `versions`
-        return found.st_size, version.of_stat(found, now)
+        now, status = time.time_ns(), os.stat(path_of(uri))  # noqa: PTH116  as in `versions`
+        return status.st_size, version.of_stat(status, now)
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
         """See Store. Takes no stat of any file; yields in the order of `sorted(os.walk(root))`.
@@ -404,7 +406,7 @@ class OpenFile(NamedTuple):
     since: int
 
 
-class _KeptFile:
+class _LastingFile:
     """A kept descriptor, which is closed when the last reference to this object is gone."""
 
     def __init__(self, file: OpenFile) -> None:
@@ -428,7 +430,7 @@ class _OpenFiles:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._kept: OrderedDict[str, _KeptFile] = OrderedDict()
+        self._kept: OrderedDict[str, _LastingFile] = OrderedDict()
 
     @contextmanager
     def open(self, path: str, *, keep: bool) -> Iterator[OpenFile]:
@@ -445,7 +447,7 @@ class _OpenFiles:
             shared = None if kept is None else kept.named(path)
             file = shared or _open(path)
             if shared is None:
-                kept = self._kept[path] = _KeptFile(file)
+                kept = self._kept[path] = _LastingFile(file)
             self._used(path)
             yield file
         except BaseException:

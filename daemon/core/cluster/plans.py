@@ -88,7 +88,7 @@ class ClusterPlans:
         policy = joint(residency.policy)
         seed = None if policy is None else policy.lacks
         if policy is None or seed is None:
-            self.forget(residency.name)
+            self.remove(residency.name)
             if policy is not None:
                 policy.waits = False
             return
@@ -109,18 +109,20 @@ class ClusterPlans:
             question.pending = True
             self._emit(events.AskPlan(residency.name, peers[turn], seed))
 
-    def forget(self, dataset: str) -> None:
+    def remove(self, dataset: str) -> None:
         self._questions.pop(dataset, None)
 
     def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
         """Return digests of the inputs of this node's plans, which must be equal on all nodes."""
-        found = (policy.digest for policy in self._within(cluster))
-        return tuple(digest for digest in found if digest is not None)
+        digests = (policy.digest for policy in self._within(cluster))
+        return tuple(digest for digest in digests if digest is not None)
 
     def by_hash(self, cluster: str) -> frozenset[str]:
         """Return datasets that this node reads for this cluster and for a job on other nodes."""
         readers = self._readers.items()
-        return frozenset(name for name, one in readers if one.shared_with_others(cluster))
+        return frozenset(
+            name for name, of_dataset in readers if of_dataset.shared_with_others(cluster)
+        )
 
     def _within(self, cluster: str) -> Iterator[ClusterEviction | FirstReaders]:
         """Yield the policies of datasets that are planned in this cluster."""

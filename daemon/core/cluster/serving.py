@@ -125,7 +125,7 @@ class Serving:
                 return True
             if residency.first_readers is not None or residency.policy.all_uses:
                 return False
-        if not any(one.first_readers is not None for one in self._residencies.values()):
+        if not any(residency.first_readers is not None for residency in self._residencies.values()):
             return False
         if len(self._expected) >= _EXPECTED and e.dataset not in self._expected:
             self._expected.clear()
@@ -153,8 +153,9 @@ class Serving:
             place, lack = self._admission.room(residency, length, FOR_PEERS, Urgency.AHEAD)
             absent, place, length = absent[~lack], place[~lack], length[~lack]
             for origin, of in residency.origins(absent, NO_EPOCH):
-                room = absent[of], place[of], length[of]
-                self._inflight.start(residency, *room, FOR_PEERS, now, now, origin=origin)
+                self._inflight.start(
+                    residency, absent[of], place[of], length[of], FOR_PEERS, now, now, origin=origin
+                )
         coming = ids[residency.state[ids] == FETCHING]
         if len(coming):
             from_peer = np.isin(coming, self._inflight.from_peers(residency))
@@ -232,8 +233,9 @@ class Serving:
         good = place != NOWHERE
         if not every(good):
             self.short[residency] = due
-        found = ids[good], place[good], length[good]
-        self._inflight.start(residency, *found, due, now, request.until, origin=DISK)
+        self._inflight.start(
+            residency, ids[good], place[good], length[good], due, now, request.until, origin=DISK
+        )
         self._pin(request, ids[good])
         request.nbytes += int(length[good].sum())
         self._nbytes += int(length[good].sum())
@@ -261,9 +263,9 @@ class Serving:
         pinned = residency.served[request.number]
         here: Mask = residency.state[pinned] == RESIDENT
         residency.unpin(pinned[~here])
-        found = residency.served[request.number] = pinned[here]
+        served = residency.served[request.number] = pinned[here]
         answer = _nothing(request.number, len(ids))
-        at = np.flatnonzero(np.isin(ids, found))
+        at = np.flatnonzero(np.isin(ids, served))
         answer.place[at], answer.nbytes[at] = residency.places(ids[at]), residency.length[ids[at]]
         answer.version[at] = residency.versions.held(ids[at])
         since = residency.versions.since(ids[at])

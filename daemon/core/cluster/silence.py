@@ -25,10 +25,10 @@ class SilenceLimits(NamedTuple):
     suspect_s: float
 
     @classmethod
-    def among(cls, nodes: int) -> SilenceLimits:
+    def of_nodes(cls, nodes: int) -> SilenceLimits:
         """Limits for `nodes` nodes: a node asks, and answers, at most 128 times a second.
 
-        >>> SilenceLimits.among(4), SilenceLimits.among(256).beat_s
+        >>> SilenceLimits.of_nodes(4), SilenceLimits.of_nodes(256).beat_s
         (SilenceLimits(beat_s=0.5, suspect_s=1.5), 2.0)
         """
         beat_s = 0.5 * max(nodes / 64, 1.0)
@@ -71,7 +71,7 @@ class Silence:
     def reachable(self, now: float) -> Mask:
         """Return (nodes,) whether each node was heard recently; True for this node."""
         silent_s, limit_s = now - self._heard, self.limits.suspect_s
-        found: Mask = silent_s < limit_s
-        found |= (silent_s < _PATIENCE * limit_s) & (now - self._asked < limit_s)
-        found[self._me] = True
-        return found
+        reachable: Mask = silent_s < limit_s
+        reachable |= (silent_s < _PATIENCE * limit_s) & (now - self._asked < limit_s)
+        reachable[self._me] = True
+        return reachable

@@ -141,7 +141,7 @@ class DiskCopies:
 
     # --- changes of state ------------------------------------------------------------------------
 
-    def found(self, ids: Index) -> None:
+    def enter(self, ids: Index) -> None:
         """Enter objects of known length that are on disk from now on."""
         if not self._tier:
             return
@@ -196,9 +196,9 @@ class DiskCopies:
         residency = self._residency
 
         def matches(at: Index | slice) -> Mask:
-            found: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == STORED)
-            found &= residency.pins[at] == 0
-            return found
+            mask: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == STORED)
+            mask &= residency.pins[at] == 0
+            return mask
 
         return self._clean.take(
             k, matches, self._residency.policy.due, None if step == FOR_PEERS else step
@@ -248,11 +248,11 @@ class DiskCopies:
         An object without a version could not be checked for changes after a restart.
         """
         residency = self._residency
-        found: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == NOT_STORED)
-        found &= residency.pins[at] == 0
-        where = np.flatnonzero(found)
-        found[where] = residency.versions.held(self._ids(at)[where]) > 0
-        return found
+        mask: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == NOT_STORED)
+        mask &= residency.pins[at] == 0
+        where = np.flatnonzero(mask)
+        mask[where] = residency.versions.held(self._ids(at)[where]) > 0
+        return mask
 
     def _ids(self, at: Index | slice) -> Index:
         """Return (k,) ids of the objects that a predicate is called with."""
@@ -275,8 +275,8 @@ class DiskCopies:
             return
 
         def twice(at: Index | slice) -> Mask:
-            found: Mask = (self.state[at] == STORED) & (residency.state[at] == RESIDENT)
-            return found
+            mask: Mask = (self.state[at] == STORED) & (residency.state[at] == RESIDENT)
+            return mask
 
         freed = self.drop_idle(nbytes)
         self._leave(nbytes - freed, self._twice, twice, lambda ids: -residency.policy.due(ids))
@@ -288,10 +288,10 @@ class DiskCopies:
             return 0
 
         def idle(at: Index | slice) -> Mask:
-            found = self._settled(at)
-            where = np.flatnonzero(found)
-            found[where] = ~policy.keeps(self._ids(at)[where])
-            return found
+            mask = self._settled(at)
+            where = np.flatnonzero(mask)
+            mask[where] = ~policy.keeps(self._ids(at)[where])
+            return mask
 
         return self._leave(nbytes, self._idle, idle, self._residency.policy.due)
 
@@ -315,8 +315,8 @@ class DiskCopies:
         """Return (k,) whether each object is on disk and not being read from there."""
         state = self._residency.state[at]
         coming = (state == FETCHING) | (state == OVERDUE)
-        found: Mask = (self.state[at] == STORED) & ~coming
-        return found
+        mask: Mask = (self.state[at] == STORED) & ~coming
+        return mask
 
     def _leave(
         self, nbytes: int, walk: Walk, matches: Predicate, due: Callable[[Index], Ints]

@@ -30,7 +30,7 @@ class Walk:
         self._empty = 0  # chunks in a row without a match
         self._objects = objects
         self._hand = 0
-        self._found = NONE
+        self._matches = NONE
 
     def take(
         self, k: int, matches: Predicate, due: Callable[[Index], Ints], above: int | None = None
@@ -38,19 +38,19 @@ class Walk:
         """Return up to k distinct objects that match now and are due after `above`."""
         out = []
         for _ in range(_MAX_SCANS + 1):
-            while k > 0 and len(self._found):
-                head, self._found = np.split(self._found, [2 * k + 64])
+            while k > 0 and len(self._matches):
+                head, self._matches = np.split(self._matches, [2 * k + 64])
                 head = head[matches(head)]
                 good = head if above is None else head[due(head) > above]
                 out.append(good[:k])
                 k -= len(out[-1])
-                self._found = np.concatenate([good[len(out[-1]) :], self._found])
+                self._matches = np.concatenate([good[len(out[-1]) :], self._matches])
             if k <= 0 or not self._scan(matches, due):
                 break
-        found = joined(out)
+        ids = joined(out)
         if len(out) > 1:  # a chunk may have been examined twice
-            found = found[np.sort(np.unique(found, return_index=True)[1])]
-        return found
+            ids = ids[np.sort(np.unique(ids, return_index=True)[1])]
+        return ids
 
     def _scan(self, matches: Predicate, due: Callable[[Index], Ints]) -> bool:
         """Search the next chunk; return False if no chunk had a match and few objects changed."""
@@ -64,6 +64,6 @@ class Walk:
         ids = self._hand + np.flatnonzero(matches(slice(self._hand, stop)))
         self._hand = stop if stop < self._objects else 0
         order = np.argsort(due(ids), kind="stable")[::-1]
-        self._found = ids[order[: max(len(ids) // _BEST_PART, _BEST)]]
+        self._matches = ids[order[: max(len(ids) // _BEST_PART, _BEST)]]
         self._empty = 0 if len(ids) else self._empty + 1
         return True

@@ -173,8 +173,16 @@ class Spilling:
         self._tier.writing += spill.nbytes
         self._last += 1
         self._spills[self._last] = spill
-        what = ids.astype(np.int32), residency.places(ids), length, residency.versions.held(ids)
-        residency.emit(SpillObjects(self._last, residency.name, *what))
+        residency.emit(
+            SpillObjects(
+                self._last,
+                residency.name,
+                ids.astype(np.int32),
+                residency.places(ids),
+                length,
+                residency.versions.held(ids),
+            )
+        )
 
     def write_rest(self) -> None:
         """Start to write all residents that are not on disk, as far as there is room.
@@ -231,7 +239,7 @@ class Spilling:
         void = np.array([i in spill.void for i in spill.ids.tolist()], np.bool_)
         ids, stored = spill.ids[~void], e.stored[~void]
         self._release(residency, ids)
-        residency.disk.found(ids[stored])
+        residency.disk.enter(ids[stored])
         if e.full:  # the disk is smaller than it reported
             self._tier.nbytes = min(self._tier.nbytes, self._tier.used)
         elif not stored.all():  # the next write would fail as well, while readers wait for it

@@ -37,7 +37,7 @@ class DatasetReaders:
         self.groups: list[JobGroup] = []
         self._residency = residency
         self._seen: tuple[list[ClusterView], Homes] | None = None
-        self._told: tuple[set[SampleObjects], Mask] | None = None
+        self._alive_memo: tuple[set[SampleObjects], Mask] | None = None
 
     @property
     def sessions(self) -> Iterator[RankStream]:
@@ -120,15 +120,15 @@ class DatasetReaders:
 
     def _alive(self) -> Mask | None:
         """Return (n,) which objects jobs that rehearse may read again; None without such jobs."""
-        told = {s.rehearsed for s in self.sessions if s.rehearsed is not None}
-        if not told:
-            self._told = None
-        elif self._told is None or self._told[0] != told:
+        rehearsed = {s.rehearsed for s in self.sessions if s.rehearsed is not None}
+        if not rehearsed:
+            self._alive_memo = None
+        elif self._alive_memo is None or self._alive_memo[0] != rehearsed:
             alive = np.zeros(len(self._residency), np.bool_)
-            for samples in told:
+            for samples in rehearsed:
                 alive[samples.objects] = True
-            self._told = told, alive
-        return None if self._told is None else self._told[1]
+            self._alive_memo = rehearsed, alive
+        return None if self._alive_memo is None else self._alive_memo[1]
 
     def _homes(self, views: list[ClusterView], readers: FirstReaders | None) -> Homes:
         """Return the homes of objects at these nodes."""

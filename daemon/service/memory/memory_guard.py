@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
-from creel.policies.memory import MAX_LOOK_S, given_back, next_look_s
+from creel.policies.memory import MAX_POLL_S, given_back, next_poll_s
 from creel.system import limits
 from creel.units import format_size
 
@@ -26,7 +26,7 @@ class MemoryGuard:
         #: Time of the next look, monotonic seconds.
         self.due = 0.0 if reserve else math.inf
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Have the core give memory back, or use it again; does nothing until it is due."""
         if now < self.due:
             return
@@ -40,7 +40,7 @@ class MemoryGuard:
         after = self._core.withheld_nbytes
         # A cache that has nothing left to give back does not look for more all the time.
         in_vain = change > 0 and after == before
-        self.due = now + (MAX_LOOK_S if in_vain else next_look_s(available, self._reserve))
+        self.due = now + (MAX_POLL_S if in_vain else next_poll_s(available, self._reserve))
         if after > before == 0:
             log.warning(
                 "%s of memory are left for other processes: the cache gives memory back",

@@ -49,7 +49,7 @@ class Quota:
             self._forget(idle.pop())
         return True
 
-    def check(self, nbytes: int, what: str) -> None:
+    def check(self, nbytes: int, subject: str) -> None:
         """Make sure that `nbytes` more are allowed.
 
         Raises:
@@ -57,7 +57,7 @@ class Quota:
         """
         if not self.fits(nbytes):
             raise UnavailableError(
-                f"{what} need {format_size(nbytes)} of memory for tables and plans,"
+                f"{subject} need {format_size(nbytes)} of memory for tables and plans,"
                 f" {format_size(self.used())} of {format_size(self.limit)} are taken: raise"
                 " memory.budget (half of it may go to them), make records longer, or split the"
                 " dataset"

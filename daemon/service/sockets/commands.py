@@ -28,9 +28,9 @@ def answer(node: Node, ask: Command) -> dict[str, Any]:
     Raises:
         ConfigError: the command is unknown, or its arguments are wrong.
     """
-    command = _COMMANDS.get(ask.what)
+    command = _COMMANDS.get(ask.name)
     if command is None:
-        raise ConfigError(f"no such command: {ask.what!r}; there are {', '.join(_COMMANDS)}")
+        raise ConfigError(f"no such command: {ask.name!r}; there are {', '.join(_COMMANDS)}")
     return command(node, ask.args)
 
 
@@ -74,7 +74,7 @@ def _drop(node: Node, args: Args) -> dict[str, Any]:
     dropped = _all_named(node, args)
     for dataset in dropped:
         node.shell.handle(Dropped(dataset.key))
-        node.disk.forget(dataset.key)
+        node.disk.remove(dataset.key)
     return stats.dataset(node.core.snapshot(), dropped[0]) | {"dropped": len(dropped)}
 
 
@@ -86,10 +86,10 @@ def _stop(node: Node, args: Args) -> dict[str, Any]:
 def _session_of(node: Node, args: Args) -> SessionRecord:
     """Return the open session that `args` name."""
     number = args.get("session")
-    found = node.registry.sessions.get(number) if isinstance(number, int) else None
-    if found is None:
+    session = node.registry.sessions.get(number) if isinstance(number, int) else None
+    if session is None:
         raise ConfigError("no such open session")
-    return found
+    return session
 
 
 def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
@@ -133,10 +133,10 @@ def _text(args: Args, name: str) -> str:
 
 def _named(node: Node, args: Args) -> DatasetRecord:
     """Return the one dataset that lies at `args["dataset"]`, or whose key begins with it."""
-    found = _all_named(node, args)
-    if len(found) > 1:
-        raise ConfigError(f"{len(found)} datasets lie there: give one's key")
-    return found[0]
+    matches = _all_named(node, args)
+    if len(matches) > 1:
+        raise ConfigError(f"{len(matches)} datasets lie there: give one's key")
+    return matches[0]
 
 
 def _all_named(node: Node, args: Args) -> list[DatasetRecord]:
@@ -145,16 +145,16 @@ def _all_named(node: Node, args: Args) -> list[DatasetRecord]:
     if not isinstance(name, str) or not name:
         raise ConfigError("which dataset? `creel ls` lists them")
     held = node.registry.datasets.values()
-    found = [d for d in held if name in {d.manifest.title, public(d.manifest.title)}]
-    if found:
-        return found
-    found = [d for d in held if d.key.startswith(name)]
-    if not found:
+    matches = [d for d in held if name in {d.manifest.title, public(d.manifest.title)}]
+    if matches:
+        return matches
+    matches = [d for d in held if d.key.startswith(name)]
+    if not matches:
         raise ConfigError(f"no dataset is held of {name!r}: `creel ls` lists them")
-    if len(found) > 1:
-        keys = ", ".join(d.key[:8] for d in found)
-        raise ConfigError(f"{len(found)} keys begin with {name!r}: give one of {keys}")
-    return found
+    if len(matches) > 1:
+        keys = ", ".join(d.key[:8] for d in matches)
+        raise ConfigError(f"{len(matches)} keys begin with {name!r}: give one of {keys}")
+    return matches
 
 
 def _config(node: Node, _: Args) -> dict[str, Any]:

@@ -77,10 +77,10 @@ class RequestSocket:
             if not self.more():
                 return False
             try:
-                who, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                client, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return False
-            self._message(who.bytes, frames)
+            self._message(client.bytes, frames)
         return True
 
     def more(self) -> bool:
@@ -91,21 +91,21 @@ class RequestSocket:
         """
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
-    def send(self, who: bytes, message: Any) -> None:
+    def send(self, client: bytes, message: Any) -> None:
         """Send a message; it is dropped if the client does not read its answers."""
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([who, encode(message)], zmq.DONTWAIT)
+            self._socket.send_multipart([client, encode(message)], zmq.DONTWAIT)
 
     def close(self) -> None:
         """Close the socket; pending messages have 0.1 s to be sent."""
         self._socket.close(linger=100)
 
-    def _message(self, who: bytes, frames: list[zmq.Frame]) -> None:
+    def _message(self, client: bytes, frames: list[zmq.Frame]) -> None:
         token = ""
         try:
             message = self._authenticated(frames)
             token = message.token
-            self._request(who, message, [f.buffer for f in frames[1:]])
+            self._request(client, message, [f.buffer for f in frames[1:]])
         except MalformedError as e:
             if token:
                 self._control_socket.drop(token, str(e))
@@ -122,20 +122,20 @@ class RequestSocket:
             raise MalformedError("an unknown token")
         return message
 
-    def _request(self, who: bytes, message: Any, frames: list[memoryview]) -> None:
+    def _request(self, client: bytes, message: Any, frames: list[memoryview]) -> None:
         if frames and not isinstance(message, Extend | DealtSamples):
             raise MalformedError(f"{type(message).__name__} has no arrays")
         if isinstance(message, Command):
-            self._answer_command(who, message)
+            self._answer_command(client, message)
             return
         try:
             session = self._node.registry.owned(message.token, message.session)
         except UnavailableError as e:
             if isinstance(message, Wait):
-                self.send(who, Failed(message.call, str(e)))
+                self.send(client, Failed(message.call, str(e)))
             return  # not an error: the session may have ended meanwhile
         if isinstance(message, Wait):
-            self._wait(who, session, message)
+            self._wait(client, session, message)
         elif self._node.shell.state != "draining":  # plans do not change any more then
             self._plan(session, message, frames)
 
@@ -157,19 +157,19 @@ class RequestSocket:
                 raise MalformedError(f"truncate at {message.step} of {steps} steps")
             sessions.truncated(session, message)
 
-    def _wait(self, who: bytes, session: SessionRecord, message: Wait) -> None:
+    def _wait(self, client: bytes, session: SessionRecord, message: Wait) -> None:
         if not 0 <= message.step < 1 << 62:
             raise MalformedError(f"wait for step {message.step}")
-        if not session.wait(who, message.call, message.step):
-            self.send(who, Failed(message.call, "too many waits are pending for this session"))
+        if not session.wait(client, message.call, message.step):
+            self.send(client, Failed(message.call, "too many waits are pending for this session"))
         else:
             self._node.sessions.waiting(session)
 
-    def _answer_command(self, who: bytes, message: Command) -> None:
+    def _answer_command(self, client: bytes, message: Command) -> None:
         try:
-            self.send(who, CommandReply(message.call, commands.answer(self._node, message)))
+            self.send(client, CommandReply(message.call, commands.answer(self._node, message)))
         except (ConfigError, UnavailableError) as e:
-            self.send(who, Failed(message.call, str(e)))
+            self.send(client, Failed(message.call, str(e)))
 
 
 def _checked(message: Extend, frames: list[memoryview], steps: int, n: int) -> list[NDArray[Any]]:

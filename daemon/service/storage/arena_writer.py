@@ -46,8 +46,8 @@ class ArenaWriter:
             parts = self._arena.parts(offset[where], length[where])
             read.enter(where, source.read_parts(ids[where], length[where], parts))
         for where in _portions(np.flatnonzero(~straight), length):
-            found = self._fill_buffered(source, ids[where], offset[where], length[where])
-            read.enter(where, found)
+            part = self._fill_buffered(source, ids[where], offset[where], length[where])
+            read.enter(where, part)
         return read
 
     def link(self, place: Ints, length: Ints, runs: Runs) -> None:
@@ -79,8 +79,9 @@ class ArenaWriter:
         joined = (ends[:-1] == begins[1:]) & (offset[:-1] + length[:-1] == offset[1:])
         first = np.flatnonzero(np.append(True, ~joined))
         last = np.append(first[1:], len(begins)) - 1
-        runs = (begins[first].tolist(), ends[last].tolist(), offset[first].tolist())
-        for begin, end, to in zip(*runs, strict=True):
+        for begin, end, to in zip(
+            begins[first].tolist(), ends[last].tolist(), offset[first].tolist(), strict=True
+        ):
             self._arena.write(to, scratch[begin:end])
 
 

@@ -62,7 +62,7 @@ class Disk:
         self._opened = not settings.path
         self._lost = False  # whether the core knows that the disk is lost
         self._unusable = ""  # why the store could not be opened
-        self._found: dict[str, FoundOnDisk] = {}
+        self._on_disk: dict[str, FoundOnDisk] = {}
         self._writer = BackgroundThread("creel-disk")
         self._until = float("inf")  # time after which nothing more is written
         self._late = 0  # objects that were not written because of that
@@ -82,7 +82,7 @@ class Disk:
         if self._store is not None and self._idle():
             ids, nbytes = self._store.attach(dataset, objects)
             if len(ids):
-                self._found[dataset] = FoundOnDisk(dataset, ids, nbytes)
+                self._on_disk[dataset] = FoundOnDisk(dataset, ids, nbytes)
 
     def _idle(self) -> bool:
         """Wait for the writer, which may have to detach the same dataset first; return success."""
@@ -103,16 +103,16 @@ class Disk:
 
     # --- in the loop thread ----------------------------------------------------------------------
 
-    def found(self, dataset: str) -> FoundOnDisk | None:
+    def stored_before(self, dataset: str) -> FoundOnDisk | None:
         """Return the objects on disk of a dataset that was just added, or None."""
-        return self._found.pop(dataset, None)
+        return self._on_disk.pop(dataset, None)
 
     def detach(self, dataset: str, length: Ints) -> None:
         """Stop using a dataset that was removed, or not added; its objects stay on disk.
 
         length: (n,) bytes of each object.
         """
-        self._found.pop(dataset, None)
+        self._on_disk.pop(dataset, None)
         if self._store is not None:
             self._order(partial(self._store.detach, dataset, _copied(length)))
 
@@ -125,9 +125,9 @@ class Disk:
         if self._store is not None:
             self._order(partial(self._store.drop, action.dataset, action.ids))
 
-    def forget(self, dataset: str) -> None:
+    def remove(self, dataset: str) -> None:
         if self._store is not None:
-            self._order(partial(self._store.forget, dataset))
+            self._order(partial(self._store.remove, dataset))
 
     def source(self, dataset: str) -> DiskSource:
         """Return a reader of a dataset's objects on disk, for a queue of the fetcher."""
@@ -180,8 +180,7 @@ class Disk:
         try:
             if self._store is not None and not late:
                 parts = self._arena.parts(action.place, action.nbytes)
-                what = action.dataset, action.ids, parts, action.version
-                stored, full = self._store.write(*what)
+                stored, full = self._store.write(action.dataset, action.ids, parts, action.version)
         except Exception:  # a bug of ours: the objects are not on disk
             log.exception("objects of %s could not be written to disk", action.dataset)
         self._post(Spilled(action.spill, stored, full))
@@ -212,9 +211,9 @@ class DiskSource:
         read = Read.failed(len(ids))
         wanted = zip(ids.tolist(), length.tolist(), parts, strict=True)
         for i, (object_id, nbytes, part) in enumerate(wanted):
-            found = self._store and self._store.read(self._dataset, object_id, nbytes, part)
-            if found:
-                read.nbytes[i], read.version[i] = found
+            record = self._store and self._store.read(self._dataset, object_id, nbytes, part)
+            if record:
+                read.nbytes[i], read.version[i] = record
         return read
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:

@@ -160,8 +160,9 @@ class Fetcher:
                 source = self._other(origin, dataset)
                 threads = _DISK_THREADS if origin == DISK else _PEER_THREADS
             run = partial(self._run, source)
-            limits = threads, self._free_threads
-            queue = FetchQueue(f"from{origin}", source, run, *limits, owned=origin != HELD)
+            queue = FetchQueue(
+                f"from{origin}", source, run, threads, self._free_threads, owned=origin != HELD
+            )
             self._other_queues[dataset, origin] = queue
         return queue
 
@@ -228,8 +229,9 @@ class Fetcher:
             log.exception("fetch %d failed", job.fetch.fetch)
         self._writing.discard(threading.get_ident())
         origin = _NAMES.get(job.fetch.origin, "peer")
-        times = began, time.monotonic_ns()
-        self.recent.append(FetchedPart(threading.get_native_id(), *times, objects, origin))
+        self.recent.append(
+            FetchedPart(threading.get_native_id(), began, time.monotonic_ns(), objects, origin)
+        )
         self._part_done(job, part.stop - part.start)
         return objects
 
@@ -279,24 +281,24 @@ class Fetcher:
         if known.any():
             read.enter(known, self._writer.fill(source, ids[known], offset[known], lengths[known]))
         unknown = np.flatnonzero(~known)
-        for i, found in zip(unknown.tolist(), source.read_whole(ids[unknown]), strict=True):
-            if found is not None:
-                read.nbytes[i], read.version[i] = len(found.data), found.version
-                read.asked[i] = found.asked
-                job.held[int(ids[i])] = found
+        for i, whole in zip(unknown.tolist(), source.read_whole(ids[unknown]), strict=True):
+            if whole is not None:
+                read.nbytes[i], read.version[i] = len(whole.data), whole.version
+                read.asked[i] = whole.asked
+                job.held[int(ids[i])] = whole
 
     def _copy(self, job: FetchJob, part: slice) -> None:
         """Copy held objects to their places."""
         fetch, held = job.fetch, self._held[job.fetch.fetch]
-        found = [held[object_id] for object_id in fetch.ids[part].tolist()]
-        data, offset = [one.data for one in found], fetch.offset[part]
+        wholes = [held[object_id] for object_id in fetch.ids[part].tolist()]
+        data, offset = [whole.data for whole in wholes], fetch.offset[part]
         nbytes, version, _ = job.read.part(part)
         for first, last in _neighbours(data, offset):
             # One system call writes many small objects.
             joined = data[first] if last == first + 1 else b"".join(data[first:last])
             self._writer.write(int(offset[first]), memoryview(joined), fetch.runs)
             nbytes[first:last] = fetch.length[part][first:last]
-            version[first:last] = [one.version for one in found[first:last]]
+            version[first:last] = [whole.version for whole in wholes[first:last]]
 
 
 def _neighbours(data: list[bytes], offset: Ints) -> Iterator[tuple[int, int]]:

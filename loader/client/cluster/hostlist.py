@@ -82,13 +82,13 @@ def expanded(text: str) -> list[str]:
 def _numbers(ranges: str) -> list[str]:
     """Return the numbers in the text between brackets, with their leading zeros."""
     out: list[str] = []
-    for one in ranges.split(","):
-        found = _RANGE.fullmatch(one)
-        if found is None:
-            raise ConfigError(f"{one!r} is not a range of numbers")
-        first, last = found[1], found[2] or found[1]
+    for span in ranges.split(","):
+        match = _RANGE.fullmatch(span)
+        if match is None:
+            raise ConfigError(f"{span!r} is not a range of numbers")
+        first, last = match[1], match[2] or match[1]
         if not 0 <= int(last) - int(first) < _MAX_HOSTS:
-            raise ConfigError(f"{one!r} is not a range of numbers")
+            raise ConfigError(f"{span!r} is not a range of numbers")
         out += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return out
 
@@ -100,4 +100,4 @@ def _in_file(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"the list of nodes {path} cannot be read: {e}") from e
     words = (line.split("#", 1)[0].split() for line in lines)
-    return [found[0] for found in words if found]
+    return [match[0] for match in words if match]

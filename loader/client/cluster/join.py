@@ -129,12 +129,12 @@ def nodes_of(first: list[Member], later: dict[int, Member]) -> tuple[list[Member
     >>> [member.node for member in members], ranks
     (['b', 'c'], [0, 0, 1])
     """
-    known = {one.node: one for one in reversed(first)}
-    names = list(dict.fromkeys(one.node for one in first))
-    members, ranks = [known[name] for name in names], [names.index(one.node) for one in first]
-    for rank, one in later.items():
-        if one.born > members[ranks[rank]].born:
-            members[ranks[rank]] = one
+    known = {member.node: member for member in reversed(first)}
+    names = list(dict.fromkeys(member.node for member in first))
+    members, ranks = [known[name] for name in names], [names.index(member.node) for member in first]
+    for rank, member in later.items():
+        if member.born > members[ranks[rank]].born:
+            members[ranks[rank]] = member
     return members, ranks
 
 

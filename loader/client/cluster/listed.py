@@ -97,10 +97,10 @@ def own_place(hosts: list[str], env: Mapping[str, str]) -> int:
         if name in hosts:
             return hosts.index(name)
     short = [i for i, host in enumerate(hosts) if host.split(".")[0] == names[-1]]
-    found = short or [i for i, host in enumerate(hosts) if _is_local(host)]
-    if len(found) != 1:
+    places = short or [i for i, host in enumerate(hosts) if _is_local(host)]
+    if len(places) != 1:
         raise ConfigError(f"this node ({full}) is not one of {', '.join(hosts[:8])}")
-    return found[0]
+    return places[0]
 
 
 def _is_local(host: str) -> bool:
@@ -142,8 +142,8 @@ def secret_of(settings: ClusterSettings, env: Mapping[str, str]) -> bytes:
     path = Path(settings.key_file).expanduser()
     try:
         with python_open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in {os.getuid(), 0}:
+            status = os.fstat(file.fileno())
+            if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in {os.getuid(), 0}:
                 raise ConfigError(f"the key {path} may be read by others: chmod 600 {path}")
             return _long_enough(file.read(4096).strip(), str(path))
     except OSError as e:

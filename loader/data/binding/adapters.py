@@ -125,10 +125,10 @@ class Blocks(Addressed):
 
     def _build_manifest(self) -> Manifest:
         nbytes, size = self._nbytes, self._size
-        full, rest = np.divmod(nbytes, size)
+        full, last = np.divmod(nbytes, size)
         offset = np.stack([np.zeros_like(full), full * size], 1).ravel()
-        length = np.stack([size, rest], 1).ravel()
-        count = np.stack([full, rest > 0], 1).ravel()
+        length = np.stack([size, last], 1).ravel()
+        count = np.stack([full, last > 0], 1).ravel()
         there = count > 0
         uris = [uri for uri in self._uris.to_pylist() for _ in range(2)]
         return Manifest.of_runs(
@@ -266,11 +266,11 @@ class Declared(Addressed):
         """Call the dataset's `objects` once per sample, with the index as given."""
         given = (self._dataset.objects(i) for i in indices.tolist())
         # Lazily, one at a time: the user's `objects` may reuse one list.
-        found = [item if type(item) is int else self._of(item) for item in given]
-        if all(type(item) is int for item in found):  # the usual case
-            counts, flat = np.ones(len(found), np.int64), np.array(found, np.int64)
+        objects = [item if type(item) is int else self._of(item) for item in given]
+        if all(type(item) is int for item in objects):  # the usual case
+            counts, flat = np.ones(len(objects), np.int64), np.array(objects, np.int64)
         else:
-            several = [item if isinstance(item, list) else [item] for item in found]
+            several = [item if isinstance(item, list) else [item] for item in objects]
             counts = np.array([len(ids) for ids in several], np.int64)
             flat = np.array([i for ids in several for i in ids], np.int64)
         if flat.size and (flat.min() < 0 or flat.max() >= self.object_count):
@@ -279,10 +279,10 @@ class Declared(Addressed):
             )
         return flat.astype(np.int32), counts
 
-    def _of(self, found: int | str | Iterable[int | str]) -> list[int]:
-        if isinstance(found, (str, int, np.integer)):
-            return [self._number(found)]
-        return [self._number(item) for item in found]
+    def _of(self, declared: int | str | Iterable[int | str]) -> list[int]:
+        if isinstance(declared, (str, int, np.integer)):
+            return [self._number(declared)]
+        return [self._number(item) for item in declared]
 
     def _number(self, item: int | str) -> int:
         if not isinstance(item, str):

@@ -154,10 +154,10 @@ class Binding:
                 total += leaf.object_count
         return Manifest.concat(parts)
 
-    def still(self, indices: Ints | None = None) -> bool:
+    def is_current(self, indices: Ints | None = None) -> bool:
         """Whether `bind` would still give the same for these (n,) samples, None for all."""
         try:
-            return self._root.still(indices)
+            return self._root.is_current(indices)
         except Exception:  # noqa: BLE001  what a Subset has now compares as it likes
             return False
 
@@ -197,8 +197,8 @@ class Binding:
             return order
         if self._among is None or not self._among.are(order.numbers, some, ids):
             self._among = None
-        among = self.of_samples(order.numbers)
-        return None if among is None else order._replace(among=among)
+        object_of = self.of_samples(order.numbers)
+        return None if object_of is None else order._replace(object_of=object_of)
 
     def of_samples(self, n: int) -> SampleObjects | None:
         """Return the object of each of the first n samples; None as for `in_objects`."""
@@ -307,7 +307,7 @@ def bind(dataset: object) -> Binding | None:
 
 
 @cache
-def nothing() -> Binding:
+def empty_binding() -> Binding:
     """Return the binding of a dataset without any objects, for sessions that only count."""
     return Binding(TreeNode(None), Tree())
 

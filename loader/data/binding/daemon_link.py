@@ -195,7 +195,7 @@ def linked(
     return DaemonLink(session, binding, wait_s, direct=direct, counted=counted)
 
 
-def needless(binding: Binding, config: Config) -> bool:
+def daemon_not_worth_it(binding: Binding, config: Config) -> bool:
     """Whether files lie in the page cache, and no other rank may depend on this one's reads."""
     auto = config.loader.direct == "auto"
     return auto and rank_and_world()[1] == 1 and binding.in_page_cache()

@@ -17,7 +17,7 @@ from creel.loader.data.datasets.base import CreelDataset, Raw, Sample, Transform
 from creel.loader.data.datasets.records import RecordDataset
 from creel.loader.data.decoded.keeping import Keeping
 from creel.loader.data.decoded.kept import KeptDataset
-from creel.loader.data.rehearsed import KeptRows, RehearsedRows, placed
+from creel.loader.data.rehearsed import MemoryRows, RehearsedRows, placed
 from creel.loader.data.user_code.protected import attribute
 from creel.policies.arrays import Ids, Ints, unique
 
@@ -85,13 +85,13 @@ def wrapped_in(dataset: object) -> list[Wrapped]:
     """Return the wrapped datasets in a dataset."""
     if is_wrapped(dataset):
         return [dataset]
-    return [one for below in inside(dataset) or () for one in wrapped_in(below)]
+    return [wrapped for below in inside(dataset) or () for wrapped in wrapped_in(below)]
 
 
 def keepings_in(dataset: object) -> list[Keeping]:
     """Return where the datasets in a dataset keep decoded samples."""
     mine = dataset.keeping if isinstance(dataset, (CreelDataset, KeptDataset)) else None
-    below = [one for part in inside(dataset) or () for one in keepings_in(part)]
+    below = [keeping for part in inside(dataset) or () for keeping in keepings_in(part)]
     return below if mine is None else [mine, *below]
 
 
@@ -100,7 +100,7 @@ def keeps_samples(dataset: object) -> bool:
     below = inside(dataset)
     if below is None:  # a class of the person's may hold it
         held = getattr(dataset, "__dict__", {}).values()
-        return any(isinstance(one, KeptDataset) for one in held)
+        return any(isinstance(value, KeptDataset) for value in held)
     return isinstance(dataset, KeptDataset) or any(map(keeps_samples, below))
 
 
@@ -122,7 +122,7 @@ class TreeNode:
         self.children = children
 
     def __getstate__(self) -> dict[str, object]:
-        # What `still` compares with is not pickled.
+        # What `is_current` compares with is not pickled.
         return {k: v for k, v in self.__dict__.items() if k not in {"_was", "_trace"}}
 
     def parts(self, indices: Ints) -> list[tuple[TreeNode, NDArray[np.intp] | None, Ints]]:
@@ -134,7 +134,7 @@ class TreeNode:
         """
         return [(child, None, indices) for child in self.children]
 
-    def still(self, indices: Ints | None = None) -> bool:
+    def is_current(self, indices: Ints | None = None) -> bool:
         """Whether the dataset and all below it are as they were when the node was made.
 
         The user may assign a Subset's indices, or the samples of a folder, between epochs.
@@ -146,11 +146,11 @@ class TreeNode:
         if not self._same():
             return False
         if indices is None:
-            return all(child.still() for child in self.children)
-        return all(child.still(inner) for child, _, inner in self.parts(indices))
+            return all(child.is_current() for child in self.children)
+        return all(child.is_current(inner) for child, _, inner in self.parts(indices))
 
     def _same(self) -> bool:
-        """`still` for the dataset without its children, in a time independent of its length."""
+        """`is_current` without the children, in a time independent of the dataset's length."""
         now = inside(self.dataset) if self.children else []
         were = [child.dataset for child in self.children]
         return now is not None and list(map(id, now)) == list(map(id, were))
@@ -180,8 +180,8 @@ class TreeNode:
             if parts[0][0] is None:
                 return parts[0][1]
             out = parts[0][1].new_empty((len(indices), *parts[0][1].shape[1:]))
-            for at, found in parts:
-                out[torch.from_numpy(at)] = found
+            for at, values in parts:
+                out[torch.from_numpy(at)] = values
             return out
 
         return collated
@@ -220,12 +220,12 @@ class WrappedNode(TreeNode):
         super().__init__(dataset, [child])
         self._trace = trace
 
-    def still(self, indices: Ints | None = None) -> bool:
+    def is_current(self, indices: Ints | None = None) -> bool:
         # A trace that arrives changes the node as a whole, from the next epoch on, not single
         # samples.
         if indices is None and trace_of(self.dataset) is not self._trace:
             return False
-        return super().still(indices)
+        return super().is_current(indices)
 
     def raw(self) -> Raw | None:
         return self.children[0].raw()
@@ -269,8 +269,8 @@ class SubsetNode(TreeNode):
     def parts(self, indices: Ints) -> list[tuple[TreeNode, NDArray[np.intp] | None, Ints]]:
         return [(self.children[0], None, self._indices[positions(indices, len(self._indices))])]
 
-    def still(self, indices: Ints | None = None) -> bool:
-        return self._same_numbers(indices) and super().still(indices)
+    def is_current(self, indices: Ints | None = None) -> bool:
+        return self._same_numbers(indices) and super().is_current(indices)
 
     def _same_numbers(self, indices: Ints | None) -> bool:
         now = self.dataset.indices
@@ -321,7 +321,7 @@ class PlacedNode(TreeNode):
     """The rows of a rehearsal memory, or new data with them: a sample of one of the children."""
 
     def __init__(
-        self, dataset: Any, children: Sequence[TreeNode], rows: KeptRows | RehearsedRows
+        self, dataset: Any, children: Sequence[TreeNode], rows: MemoryRows | RehearsedRows
     ) -> None:
         super().__init__(dataset, children)
         self._rows = rows
@@ -332,8 +332,8 @@ class PlacedNode(TreeNode):
         return [(self.children[c], at, numbers[at]) for c, at in places]
 
     def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
-        made: Dataset[Sample] = self._rows.over([c.frozen(copies) for c in self.children])
-        return made
+        dataset: Dataset[Sample] = self._rows.over([c.frozen(copies) for c in self.children])
+        return dataset
 
     def raw(self) -> Raw | None:
         return _common_raw(self.children)
@@ -370,9 +370,9 @@ def _merge(n: int, parts: Sequence[tuple[NDArray[np.intp] | None, Ids, Ints]]) -
         counts[at] += many
     free = np.cumsum(counts) - counts  # position of the next object of each sample
     ids = np.empty(int(counts.sum()), np.int32)
-    for at, (_, found, many) in zip(places, parts, strict=True):
+    for at, (_, part_ids, many) in zip(places, parts, strict=True):
         before = np.cumsum(many) - many
-        ids[np.arange(len(found)) + np.repeat(free[at] - before, many)] = found
+        ids[np.arange(len(part_ids)) + np.repeat(free[at] - before, many)] = part_ids
         free[at] += many
     return ids, counts
 
@@ -422,7 +422,7 @@ class Tree:
             if indices is None:
                 return TreeNode(dataset)
             return SubsetNode(dataset, self.build(dataset.dataset), indices)
-        children = [self.build(one) for one in below]
+        children = [self.build(child) for child in below]
         if isinstance(dataset, ConcatDataset):
             return ConcatNode(dataset, children)
         rows = placed(dataset)

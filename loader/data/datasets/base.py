@@ -21,10 +21,10 @@ from creel.cache.storage.stores.access import Options, StorageOptions
 from creel.cache.storage.stores.requests import in_threads
 from creel.cache.storage.stores.retry import public
 from creel.errors import ConfigError, SourceError
+from creel.loader.data.decoded.decode_benefit import measuring
 from creel.loader.data.decoded.keeping import Keeping
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.objects import ObjectKeeping
-from creel.loader.data.decoded.worth import looked_at
 from creel.loader.data.reading.observer import take
 from creel.loader.data.reading.this_thread import this_thread, thread_use
 from creel.policies.arrays import Ids, Ints
@@ -255,7 +255,7 @@ class CreelDataset(Dataset[Sample]):
             if lease is not None:
                 lease.decodes += 1
                 if lease.decodes == 1:
-                    decode = looked_at(lease, decode)
+                    decode = measuring(lease, decode)
             return self._decoded(object_id, decode)
         return self._keeping.sample(
             self, object_id, decode, lambda decode: self._decoded(object_id, decode)

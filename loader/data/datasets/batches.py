@@ -136,9 +136,9 @@ def unstacked(batch: Any, n: int) -> list[Any]:
     except TypeError:
         count = -1
     if count != n:
-        what = f"{count} rows" if count >= 0 else f"a {type(batch).__name__} without rows"
+        result = f"{count} rows" if count >= 0 else f"a {type(batch).__name__} without rows"
         raise ConfigError(
-            f"batch_transform got {n} samples and gave {what}: it gives one row per sample, in a "
+            f"batch_transform got {n} samples and gave {result}: it gives one row per sample, in a "
             "tensor, a sequence, or a tuple or dict of these"
         )
     return [batch[i] for i in range(n)]

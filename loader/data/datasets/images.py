@@ -243,16 +243,18 @@ class ImageFolder(WholeFiles):
             )
         wanted = sorted(self.class_to_idx)
         names, labels, sizes, empty = [], [], [], []
-        for name, found in zip(wanted, self._files_of(wanted), strict=True):
+        for name, listing in zip(wanted, self._files_of(wanted), strict=True):
             prefix = os.path.join(self._shown, name, "")  # noqa: PTH118  as torchvision joins
-            keep = [i for i, inner in enumerate(found.names) if valid(prefix + inner)]
+            keep = [i for i, inner in enumerate(listing.names) if valid(prefix + inner)]
             if not keep:
                 empty.append(name)
-            inner = [f"{name}/{found.names[i]}" for i in keep]
+            inner = [f"{name}/{listing.names[i]}" for i in keep]
             names.append(strings([escape(self._root, n) for n in inner]))
             labels.append(np.full(len(keep), self.class_to_idx[name], np.int64))
             sizes += (
-                [UNKNOWN] * len(keep) if found.nbytes is None else [found.nbytes[i] for i in keep]
+                [UNKNOWN] * len(keep)
+                if listing.nbytes is None
+                else [listing.nbytes[i] for i in keep]
             )
         if empty and not allow_empty:
             why = f"Found no valid file for the classes {', '.join(sorted(empty))}. "
@@ -281,8 +283,8 @@ def _by_class(listed: Listing) -> dict[str, Listing]:
     """Group files by their first folder, with names relative to it."""
     groups: dict[str, list[int]] = {}
     for i, name in enumerate(listed.names):
-        folder, found, _ = name.partition("/")
-        if found:
+        folder, separator, _ = name.partition("/")
+        if separator:
             groups.setdefault(folder, []).append(i)
     return {
         folder: Listing(

@@ -269,8 +269,9 @@ class RecordDataset(Labelled):
         kind = None if self.labels is None else self.labels.kind
         if self.labels is not None and kind is None:
             return None
-        code = self.transform, self.batch_transform
-        return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, *code)
+        return Raw(
+            self.nbytes, self.dtype, self.shape, kind, self.to, self.transform, self.batch_transform
+        )
 
 
 def _runs(offsets: Ints, begins: Ints, nbytes: int, view: memoryview) -> list[Run]:
@@ -297,9 +298,9 @@ def torch_dtype(dtype: torch.dtype | DTypeLike) -> torch.dtype:
         return torch.from_numpy(np.empty(0, dtype)).dtype
     except (TypeError, ValueError) as e:
         # numpy has no bfloat16; its names come first, since its "float" has 64 bits
-        found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-        if isinstance(found, torch.dtype):
-            return found
+        torch_type = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+        if isinstance(torch_type, torch.dtype):
+            return torch_type
         raise ConfigError(f"torch has no dtype for {dtype!r}") from e
 
 
@@ -346,12 +347,12 @@ def _shape_of(path: str, header: _Npy | None, wanted: tuple[int, ...] | None) ->
     return wanted
 
 
-def _same(paths: list[str], found: list[T]) -> T:
+def _same(paths: list[str], layouts: list[T]) -> T:
     """Return the value that all files share; ConfigError if they differ."""
-    for path, one in zip(paths, found, strict=True):
-        if one != found[0]:
-            raise ConfigError(f"{path} holds records of {one}, {paths[0]} of {found[0]}")
-    return found[0]
+    for path, layout in zip(paths, layouts, strict=True):
+        if layout != layouts[0]:
+            raise ConfigError(f"{path} holds records of {layout}, {paths[0]} of {layouts[0]}")
+    return layouts[0]
 
 
 def _range_of(path: str, header: _Npy | None, size: int, offset: int, nbytes: int) -> _RecordRange:

@@ -124,8 +124,8 @@ class TarDataset(CreelDataset):
         table = _table(self.shards, sizes, self._indexed, path, storage_options)
         self._index = _index(table, extensions)
         if not len(self):
-            what = "" if extensions is None else f" with {' or '.join(extensions)}"
-            raise ConfigError(f"no samples{what} in {self.shards[0]} and the other shards")
+            selection = "" if extensions is None else f" with {' or '.join(extensions)}"
+            raise ConfigError(f"no samples{selection} in {self.shards[0]} and the other shards")
 
     def __len__(self) -> int:
         return len(self._index.start) - 1
@@ -188,11 +188,11 @@ class TarDataset(CreelDataset):
         table = self._index
         uris = pa.DictionaryArray.from_arrays(table.shard, pa.array(self.shards, pa.large_string()))
         ones = np.ones(len(table.offset), np.int64)
-        made = Manifest.of_runs(uris.cast(pa.large_string()), table.offset, table.length, ones)
+        manifest = Manifest.of_runs(uris.cast(pa.large_string()), table.offset, table.length, ones)
         first = np.flatnonzero(np.diff(table.shard, prepend=-1)).tolist()
         indexed = [self._indexed[shard] for shard in table.shard[first].tolist()]
         pins = [state if isinstance(state, int) else ANY for state in indexed]
-        return made.pinned(zip(first, pins, strict=True))
+        return manifest.pinned(zip(first, pins, strict=True))
 
 
 def _state(path: str) -> tuple[int, ...] | None:
@@ -212,14 +212,14 @@ def _table(
 ) -> pa.Table:
     """The members of all shards: loaded from `path`, or made and then saved there."""
     stamp = b"" if path is None else _stamp(shards, sizes, states, options)
-    if path is not None and (found := _load(path, stamp)) is not None:
-        return found
+    if path is not None and (saved := _load(path, stamp)) is not None:
+        return saved
     numbered = list(zip(range(len(shards)), shards, sizes, strict=True))
     tables = each(lambda shard: _members_of(*shard, options), numbered)
-    made = pa.concat_tables(tables).combine_chunks()
+    table = pa.concat_tables(tables).combine_chunks()
     if path is not None:
-        _save(path, made.replace_schema_metadata({_STAMP: stamp}))
-    return made
+        _save(path, table.replace_schema_metadata({_STAMP: stamp}))
+    return table
 
 
 def _members_of(number: int, path: str, size: int, options: Options) -> pa.Table:
@@ -230,10 +230,10 @@ def _members_of(number: int, path: str, size: int, options: Options) -> pa.Table
     first: list[bool] = []
     seen: set[str] = set()
     for name, offset, nbytes in members(path, size, options):
-        found = _NAME.fullmatch(name)
-        if found is None or name.rpartition("/")[2].startswith("__"):
+        match = _NAME.fullmatch(name)
+        if match is None or name.rpartition("/")[2].startswith("__"):
             continue  # names without extension and "__meta__" files belong to no sample
-        key, extension = found[1], found[2].lower()
+        key, extension = match[1], match[2].lower()
         new = not keys or key != keys[-1]
         if new:
             seen.clear()

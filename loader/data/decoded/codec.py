@@ -131,7 +131,7 @@ class _Encoder:
         self._level += 1
         if self._level > _LEVELS:
             raise UnkeptError(f"more than {_LEVELS} lists inside each other")
-        values = (one for pair in value.items() for one in pair) if kind is dict else value
+        values = (part for pair in value.items() for part in pair) if kind is dict else value
         node = [kind.__name__[0], *map(self.node, values)]
         self._level -= 1
         return node
@@ -250,16 +250,16 @@ def _palette(image: Image.Image) -> list[int] | None:
 
 def _comes_back(image: Image.Image) -> bool:
     """Whether an image made of what is kept has the same pixels, also as other modes show them."""
-    made = _new_image(image.mode, image.size, _palette(image), dict(image.info), image.tobytes())
-    if made != image or made.im.mode != image.im.mode:
+    rebuilt = _new_image(image.mode, image.size, _palette(image), dict(image.info), image.tobytes())
+    if rebuilt != image or rebuilt.im.mode != image.im.mode:
         return False
     if image.mode not in {"1", "P", "PA"}:
         return True
     if image.mode == "1":  # its bytes may be others than 0 and 255
-        return made.tobytes("raw", "L") == image.tobytes("raw", "L")
-    same: bool = made.im.getpalettemode() == image.im.getpalettemode()
+        return rebuilt.tobytes("raw", "L") == image.tobytes("raw", "L")
+    same: bool = rebuilt.im.getpalettemode() == image.im.getpalettemode()
     # A copy: `convert` may change the palette of the image that it converts.
-    return same and made.copy().convert("RGBA") == image.copy().convert("RGBA")
+    return same and rebuilt.copy().convert("RGBA") == image.copy().convert("RGBA")
 
 
 # --- and back -------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class _Decoder:
             raise MalformedError("no list of a header")
         tag, *parts = node
         if tag in _CONTAINERS:
-            return _CONTAINERS[tag]([self.value(one, level + 1) for one in parts])
+            return _CONTAINERS[tag]([self.value(part, level + 1) for part in parts])
         if tag == "p":
             return self._image(*parts, level=level)
         if tag == "a":
@@ -389,7 +389,7 @@ def difference(a: Any, b: Any, place: str = "") -> str | None:
         keys = list(a) if type(a) is dict else range(len(a))
         if type(a) is not dict or keys == list(b):
             places = (difference(a[key], b[key], f"{place}[{key!r}]") for key in keys)
-            return next((found for found in places if found is not None), None)
+            return next((place for place in places if place is not None), None)
     return None if _same(a, b) else place
 
 

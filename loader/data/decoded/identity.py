@@ -80,12 +80,12 @@ def _source(code: Any) -> str:
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    found = [f"format {_FORMAT}", f"Python {platform.python_version()}"]
+    versions = [f"format {_FORMAT}", f"Python {platform.python_version()}"]
     for library in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
-            found.append(f"{library} {metadata.version(library)}")
+            versions.append(f"{library} {metadata.version(library)}")
     with suppress(ImportError):
         from PIL import features
 
-        found.append(f"libjpeg {features.version('jpg')} {features.version('libjpeg_turbo')}")
-    return tuple(found)
+        versions.append(f"libjpeg {features.version('jpg')} {features.version('libjpeg_turbo')}")
+    return tuple(versions)

@@ -23,9 +23,9 @@ from torch.utils.data import get_worker_info
 from creel.config import Config, switched_off
 from creel.errors import ConfigError
 from creel.loader.data.decoded.codec import UnkeptError, difference
-from creel.loader.data.decoded.draws import Draws
 from creel.loader.data.decoded.identity import key_of
 from creel.loader.data.decoded.limit import Decoded
+from creel.loader.data.decoded.rng_use import Draws
 from creel.loader.data.decoded.stores.named_store import NamedFile, open_named
 from creel.loader.data.decoded.stores.shared_store import name_in_group, open_store
 from creel.loader.data.decoded.stores.store import DecodedStore, Stamp, Taken
@@ -335,8 +335,8 @@ class Keeping:
         except Exception as e:  # noqa: BLE001  of the person's code
             place = f": {e!r}"
         if place is not None:
-            what = f"sample {number}, made twice, is not the same{' at ' if place else ''}{place}"
-            self.refuse(store, f"{what}; {_REMEDY}")
+            reason = f"sample {number}, made twice, is not the same{' at ' if place else ''}{place}"
+            self.refuse(store, f"{reason}; {_REMEDY}")
         return place is None
 
     def checked(self, store: DecodedStore, given: Taken, sample: Callable[[], Any]) -> Any:
@@ -387,16 +387,17 @@ def _others_run() -> bool:
     """Whether threads of the person's run beside this one, which draw from the same generators."""
     mine = threading.current_thread()
     return any(
-        one is not mine and not one.name.startswith("creel-") for one in threading.enumerate()
+        thread is not mine and not thread.name.startswith("creel-")
+        for thread in threading.enumerate()
     )
 
 
 def _restored(
     kind: type[Keeping], limit: Decoded, shared_as: str | None, state: dict[str, Any]
 ) -> Keeping:
-    made = kind(limit, shared_as)
-    vars(made).update(state)
-    return made
+    keeping = kind(limit, shared_as)
+    vars(keeping).update(state)
+    return keeping
 
 
 #: The stores of this process, by a token that copies of a dataset carry.
@@ -406,8 +407,8 @@ _alive: weakref.WeakSet[Keeping] = weakref.WeakSet()
 
 def _open_all() -> None:
     """Open all stores before a fork: torch's loader forks workers without notifying datasets."""
-    for one in list(_alive):
-        one.open()
+    for keeping in list(_alive):
+        keeping.open()
 
 
 at_fork(before=_open_all)

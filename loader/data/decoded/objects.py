@@ -15,8 +15,8 @@ from creel.cache.storage.uris import is_local
 from creel.cache.storage.version import of_stat
 from creel.loader.data.decoded.keeping import Keeping
 from creel.loader.data.decoded.stores.store import DecodedStore, Stamp
-from creel.loader.data.interception.intercept import Intercepted, look_again
-from creel.loader.data.reading.inputs import Inputs, SampleInputs, still
+from creel.loader.data.interception.intercept import Intercepted, replace_imported
+from creel.loader.data.reading.inputs import Inputs, SampleInputs, are_current
 from creel.loader.data.reading.lease import Leaf
 from creel.loader.data.reading.this_thread import this_thread
 
@@ -58,7 +58,7 @@ class ObjectKeeping(Keeping):
     """Keeps decoded objects of one dataset."""
 
     def identity(self, owner: DecodedLeaf) -> tuple[object, ...]:
-        return (owner.layout, *(one for pair in owner.decoders.items() for one in pair))
+        return (owner.layout, *(part for pair in owner.decoders.items() for part in pair))
 
     def samples(self, owner: DecodedLeaf) -> int:
         return owner.object_count
@@ -113,7 +113,7 @@ class ObjectKeeping(Keeping):
         """Whether the file, and what `decode` itself opened, are as they were."""
         version, inputs = stamp
         now = version_at(path) if path else unchecked
-        return version == now and (self.recheck == "never" or still(inputs, self.loaders))
+        return version == now and (self.recheck == "never" or are_current(inputs, self.loaders))
 
     def _unchecked(self, dataset: DecodedLeaf, address: str | None) -> int:
         """Return the stamp of bytes whose version cannot be asked for here.
@@ -164,7 +164,7 @@ class _WatchedCall:
         self.nbytes, self.direct_reads = len(data), 0 if lease is None else lease.direct_reads
         draws = keeping.draws(self.dataset)
         with SampleInputs() as opened, Intercepted():
-            look_again()  # the last call may have imported a library to read with
+            replace_imported()  # the last call may have imported a library to read with
             began = time.monotonic_ns()
             sample = self.decode(data)
             self.ns = time.monotonic_ns() - began

@@ -56,8 +56,9 @@ class _Parts:
         if not wanted and not lease.in_blocks(self._address, self._options):
             return None
         while done < wanted:
-            place = self._address, at + done, nbytes, version
-            copied = lease.copy_part(*place, out[done:wanted], self._options)
+            copied = lease.copy_part(
+                self._address, at + done, nbytes, version, out[done:wanted], self._options
+            )
             if copied is None:
                 return None if whole or not done else done
             done += copied
@@ -227,8 +228,9 @@ class RemoteFile(_Parts, io.RawIOBase):
         return self._nbytes, self._version
 
     def _recorded_by(self, observed: ReadRecord) -> PartialRead | None:
-        of = self._address, self._nbytes, self._options
-        return observed.opened_remote(*of, again=self._sample != 0)
+        return observed.opened_remote(
+            self._address, self._nbytes, self._options, again=self._sample != 0
+        )
 
     def readable(self) -> bool:
         return True
@@ -336,9 +338,9 @@ def _begun(file: BlockFile, address: str, buffering: int) -> ObservedFile | Bloc
 
 def buffered(file: BlockFile | RemoteFile, nbytes: int) -> ObservedFile:
     """Return a file with a buffer of so many bytes over one without."""
-    found = ObservedFile(file, nbytes)
-    found._parts = file  # noqa: SLF001
-    return found
+    observed_file = ObservedFile(file, nbytes)
+    observed_file._parts = file  # noqa: SLF001
+    return observed_file
 
 
 def read_by_methods(file: Any) -> bool:

@@ -164,10 +164,10 @@ def observed_file(real: Any, address: str, *, buffering: int = -1) -> Any:
 
 
 #: Status of a file, and when it was asked for (`time.time_ns`).
-Look = tuple[os.stat_result, int]
+DatedStat = tuple[os.stat_result, int]
 
 
-def look(file: int | str) -> Look | None:
+def dated_stat(file: int | str) -> DatedStat | None:
     """Return the status of a file, by descriptor or path; None if unreadable or unrecorded.
 
     Called just before a library opens the file: a network file system then answers the library from
@@ -182,18 +182,18 @@ def look(file: int | str) -> Look | None:
         return None
 
 
-def opened_part(found: Look | None, address: str) -> PartialRead | None:
+def opened_part(stat: DatedStat | None, address: str) -> PartialRead | None:
     """Record that a file was opened; return where its reads are counted, None if nowhere.
 
-    `found`: the result of `look` for the file.
+    `stat`: the result of `dated_stat` for the file.
     """
     observed = this_thread.observed
-    if observed is None or found is None:
+    if observed is None or stat is None:
         return None
     this_thread.latest = address
-    if not cacheable(found[0], address):
+    if not cacheable(stat[0], address):
         return None
-    return observed.opened(address, *found)
+    return observed.opened(address, *stat)
 
 
 def cacheable(status: os.stat_result, address: str) -> bool:

@@ -34,8 +34,8 @@ from creel.loader.data.files.file_objects import in_memory, memory_file
 from creel.loader.data.files.opened import (
     NO_FILES,
     SMALL,
+    dated_stat,
     local_address,
-    look,
     observed_file,
     open_in_blocks,
 )
@@ -184,8 +184,8 @@ def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *mor
 
 def _openers_over(original: dict[Any, Any]) -> dict[Any, Any]:
     """Replace nibabel's table of functions that open files, by suffix; None is for any other."""
-    opening, *rest = original[None]
-    return {**original, None: (_open_over(opening), *rest)}
+    opening, *others = original[None]
+    return {**original, None: (_open_over(opening), *others)}
 
 
 def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
@@ -209,7 +209,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
                 with suppress(OSError):  # no memory for the copy
                     return memory_file(data)
             fd, waited_ns = timed(lambda: open_source(original, path, flags, mode))
-            libraries.read_in_c(look(fd), address, waited_ns=waited_ns)
+            libraries.read_in_c(dated_stat(fd), address, waited_ns=waited_ns)
             return fd
         return original(path, flags, mode)
 
@@ -221,10 +221,10 @@ def _stat_over(original: Callable[..., T], *, follows: bool = True) -> Callable[
 
     @wraps(original)
     def asking(path: Any, *args: Any, **more: Any) -> T:
-        for one in records():
+        for record in records():
             with suppress(Exception):  # the original then raises what is wrong
                 links = more.get("follow_symlinks", True) and follows
-                one.looks_for(path, more.get("dir_fd"), follows=links)
+                record.looks_for(path, more.get("dir_fd"), follows=links)
         return original(path, *args, **more)
 
     known = os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks
@@ -319,13 +319,13 @@ class _Name:
     def replace(self) -> None:
         now = vars(self._owner).get(self._name)
         if now is not self._original:
-            if now is None or any(now is ours for ours in _made.values()):
+            if now is None or any(now is ours for ours in _wrappers.values()):
                 return  # the module bound our replacement, which passes on all other calls
             if not self._may_replace(now):
                 return
             self._original = now
             key = self._over, id(now)
-            self._replacement = _made.get(key) or _made.setdefault(key, self._over(now))
+            self._replacement = _wrappers.get(key) or _wrappers.setdefault(key, self._over(now))
         if now is not None:
             setattr(self._owner, self._name, self._replacement)
 
@@ -349,9 +349,9 @@ class _Imports(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name not in _MODULES:
             return None
-        others = (one for one in sys.meta_path if one is not self)
-        specs = (one.find_spec(name, path, target) for one in others)
-        spec = next((one for one in specs if one is not None), None)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((candidate for candidate in specs if candidate is not None), None)
         loader: Any = None if spec is None else spec.loader
         if isinstance(loader, (SourceFileLoader, ExtensionFileLoader)):
             loader.exec_module = partial(self._exec, loader.exec_module)  # type: ignore[method-assign]
@@ -359,13 +359,13 @@ class _Imports(MetaPathFinder):
 
     def _exec(self, original: Callable[[Any], None], module: Any) -> None:
         original(module)
-        look_again()
+        replace_imported()
 
 
 _imports = _Imports()
 
 #: Replacements by (maker, id of the original, which stays referenced). Few; kept for good.
-_made: dict[tuple[Any, int], Any] = {}
+_wrappers: dict[tuple[Any, int], Any] = {}
 
 
 class _Replacements:
@@ -375,9 +375,9 @@ class _Replacements:
         self._names: dict[tuple[int, str], _Name] = {}  # by (id of the owner, name)
         self._modules: list[Any] = []  # values of sys.modules at the last look
         self._imported = 0  # number of imported modules at the last look
-        self.forget()
+        self.reset_for_process()
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Reset in a forked child, where the threads that were inside do not exist."""
         self._lock = threading.Lock()
         self._inside = 0
@@ -395,16 +395,16 @@ class _Replacements:
             self._inside += 1
             if self._inside == 1:
                 sys.meta_path.insert(0, _imports)
-            self._look(first=self._inside == 1)
+            self._replace(first=self._inside == 1)
 
-    def look_again(self) -> None:
+    def replace_imported(self) -> None:
         if len(sys.modules) == self._imported:  # cheap, since it runs for each sample
             return
         with self._lock:
             if self._inside:
-                self._look(first=False)
+                self._replace(first=False)
 
-    def _look(self, *, first: bool) -> None:
+    def _replace(self, *, first: bool) -> None:
         self._imported = len(sys.modules)
         modules = [sys.modules.get(module) for module in _MODULES]
         new = modules != self._modules
@@ -413,8 +413,8 @@ class _Replacements:
             for owner, name, over in _importable():
                 self._names.setdefault((id(owner), name), _Name(owner, name, over))
         if new or first:
-            for one in self._names.values():
-                one.replace()
+            for replacement in self._names.values():
+                replacement.replace()
 
     def leave(self) -> None:
         with self._lock:
@@ -425,8 +425,8 @@ class _Replacements:
     def _restore(self) -> None:
         with suppress(ValueError):
             sys.meta_path.remove(_imports)
-        for one in self._names.values():
-            one.restore()
+        for replacement in self._names.values():
+            replacement.restore()
 
 
 def _importable() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
@@ -443,9 +443,9 @@ def _importable() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 _replacements = _Replacements()
 
 
-def look_again() -> None:
+def replace_imported() -> None:
     """Replace names in modules that were imported since a thread came inside."""
-    _replacements.look_again()
+    _replacements.replace_imported()
 
 
-at_fork(after_in_child=_replacements.forget)
+at_fork(after_in_child=_replacements.reset_for_process)

@@ -20,9 +20,9 @@ from creel.loader.data.files.block_files import read_by_methods
 from creel.loader.data.files.file_objects import in_memory, memory_file
 from creel.loader.data.files.opened import (
     SMALL,
-    Look,
+    DatedStat,
+    dated_stat,
     local_address,
-    look,
     open_served,
     opened_part,
 )
@@ -56,10 +56,10 @@ def torchvision_read_file(original: Call) -> Call:
         data = None if address is None else copy_at(address, bytearray)
         if data:
             return torch.frombuffer(data, dtype=torch.uint8)
-        found = original(path)
+        content = original(path)
         if address is not None:
             read_whole(address)
-        return found
+        return content
 
     return read_file
 
@@ -77,9 +77,9 @@ def reads_whole(original: Call) -> Call:
         if data is not None:
             with _real_path(data, args[0]) as held:
                 return original(held, *args[1:], **more)
-        found = original(*args, **more)
+        content = original(*args, **more)
         read_whole(address)
-        return found
+        return content
 
     return reading
 
@@ -127,10 +127,10 @@ def maps(original: Call) -> Call:
         if data is not None:
             with _real_path(data, path) as held:
                 return original(held, mode)
-        found = None if address is None else look(address)
+        stat = None if address is None else dated_stat(address)
         mapped = original(path, mode)
         if address is not None:
-            opened_part(found, address)
+            opened_part(stat, address)
         return mapped
 
     return mapping
@@ -177,10 +177,10 @@ def takes_file(original: Call, path_as: str = "") -> Call:
         file = file_of(path) if reads and len(args) > method else None
         if file is None:
             return original(*args, **more)
-        made = original(*args[:method], file, *args[method + 1 :], **more)
+        opened = original(*args[:method], file, *args[method + 1 :], **more)
         if method:
             setattr(args[0], path_as, path)
-        return made
+        return opened
 
     return opening
 
@@ -196,9 +196,9 @@ def decord_reader(original: Call) -> Call:
         if address is None or data is not None:
             original(self, uri if data is None else io.BytesIO(data), *args, **more)
             return
-        found = look(address)
+        stat = dated_stat(address)
         _, waited_ns = timed(lambda: original(self, uri, *args, **more))
-        read_in_c(found, address, waited_ns=waited_ns)
+        read_in_c(stat, address, waited_ns=waited_ns)
 
     return opening
 
@@ -285,20 +285,20 @@ def hdf5(original: Call) -> Call:
         if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:
             original(self, name, *args, **more)
             return
-        data, found = copy_at(address, bytes), None
+        data, stat = copy_at(address, bytes), None
         file: Any = None if data is None else io.BytesIO(data)
         if file is None:
-            found = look(address)
-            small = found is not None and found[0].st_size <= SMALL
+            stat = dated_stat(address)
+            small = stat is not None and stat[0].st_size <= SMALL
             # HDF5 itself reads a file in the page cache sooner.
-            by_itself = small or (found is not None and in_page_cache([address]))
+            by_itself = small or (stat is not None and in_page_cache([address]))
             file = None if by_itself else open_served(address)
         opened = None if file is None else _opened(file, name)
         if opened is not None:
             original(self, opened)
             return
         _, waited_ns = timed(lambda: original(self, name, *args, **more))
-        read_in_c(found, address, waited_ns=waited_ns)
+        read_in_c(stat, address, waited_ns=waited_ns)
 
     return opening
 
@@ -329,8 +329,8 @@ def _leave_file_objects() -> None:
     access = h5py.h5p.create(h5py.h5p.LINK_ACCESS)
     access.set_elink_fapl(h5py.h5p.create(h5py.h5p.FILE_ACCESS))
 
-    def path_of(found: Any) -> bytes:
-        file = h5py.h5i.get_file_id(found)
+    def path_of(handle: Any) -> bytes:
+        file = h5py.h5i.get_file_id(handle)
         if file.get_access_plist().get_driver() != h5py.h5fd.fileobj_driver:
             return b""
         path, ours, _ = h5py.h5f.get_name(file).partition(_IN_MEMORY.encode())
@@ -371,15 +371,15 @@ def _real_path(data: bytes, path: Any) -> Iterator[Any]:
 # --- records of files that C code reads -----------------------------------------------------------
 
 
-def read_in_c(found: Look | None, address: str, *, waited_ns: int) -> None:
+def read_in_c(stat: DatedStat | None, address: str, *, waited_ns: int) -> None:
     """Record a file that was opened, but is not read through a Python file object.
 
     Args:
-        found: the result of `look` for the file.
+        stat: the result of `dated_stat` for the file.
         waited_ns: how long the storage made the thread wait. If it did not, only a small file is
             worth caching: the library spends more on a copy of a large one than on the page cache.
     """
-    part, observed = opened_part(found, address), this_thread.observed
+    part, observed = opened_part(stat, address), this_thread.observed
     if part is not None and observed is not None and waited_ns:
         part.count_thread(observed.thread)
 

@@ -57,12 +57,12 @@ def spans_of(arrays: Sequence[pa.Array]) -> Iterator[list[Span]]:
         spans: list[Span] = []
         inner: list[Callable[[], pa.Array]] = []
         for array in arrays:
-            _look(array, spans, inner)
+            _collect_spans(array, spans, inner)
         yield spans
         arrays = [values() for values in inner]
 
 
-def _look(array: Any, spans: list[Span], inner: list[Callable[[], pa.Array]]) -> None:
+def _collect_spans(array: Any, spans: list[Span], inner: list[Callable[[], pa.Array]]) -> None:
     """Add the memory of an array, and what returns the arrays whose place stands in that."""
     array = getattr(array, "storage", array)  # of an extension
     array = getattr(array, "indices", array)  # of a dictionary
@@ -73,9 +73,9 @@ def _look(array: Any, spans: list[Span], inner: list[Callable[[], pa.Array]]) ->
         spans.append(_span(buffers[0], at, n, 1))
     if types.is_struct(kind):
         for i in range(kind.num_fields):
-            _look(array.field(i), spans, inner)
+            _collect_spans(array.field(i), spans, inner)
     elif types.is_fixed_size_list(kind):
-        _look(array.values.slice(at * kind.list_size, n * kind.list_size), spans, inner)
+        _collect_spans(array.values.slice(at * kind.list_size, n * kind.list_size), spans, inner)
     elif _is_of(kind, types.is_list, types.is_map, types.is_string, types.is_binary):
         spans.append(_span(buffers[1], at, n + 1, 32))
         inner.append(partial(_inside, array, np.int32))

@@ -29,8 +29,10 @@ def held_ranges(dataset: object) -> RangesOf | None:
 
 def _held(dataset: Any) -> RangesOf | None:
     count = length(dataset)
-    known = [(rows_in_file(one), one) for one in list(getattr(dataset, "__dict__", {}).values())]
-    return joined(rows for rows, one in known if rows is not None and length(one) == count)
+    known = [
+        (rows_in_file(value), value) for value in list(getattr(dataset, "__dict__", {}).values())
+    ]
+    return joined(rows for rows, value in known if rows is not None and length(value) == count)
 
 
 def proved(

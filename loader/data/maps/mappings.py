@@ -71,7 +71,7 @@ class _Seen:
     """The mappings as `mapped_ranges` last saw them; None: not yet."""
 
     mappings: Mappings | None = None
-    missed = 0  # calls since `look_again` for memory that none of them covers
+    missed = 0  # calls since `refresh_mappings` for memory that none of them covers
 
 
 _seen = _Seen()
@@ -103,7 +103,7 @@ def mapped_ranges(data: object) -> list[MappedRange]:
     return ranges
 
 
-def look_again() -> None:
+def refresh_mappings() -> None:
     """Have `mapped_ranges` look at the process's mappings anew."""
     _seen.mappings, _seen.missed = None, 0
 

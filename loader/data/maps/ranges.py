@@ -22,8 +22,8 @@ from creel.loader.data.maps.mappings import (
     MappedRange,
     Mappings,
     layout_of,
-    look_again,
     mapped_ranges,
+    refresh_mappings,
 )
 
 #: What sample i maps, in parts: once memory has one part, the next may be asked for, as it may have
@@ -53,7 +53,7 @@ def ranges_of(
     Args:
         otherwise: is asked of each other dataset.
     """
-    look_again()
+    refresh_mappings()
     return _ranges_of(dataset, otherwise or (lambda _: None))
 
 

@@ -97,7 +97,7 @@ class Tolerance:
         self.known[index] = reason
         return True
 
-    def found(self, index: Key, error: Exception) -> None:
+    def note_raised(self, index: Key, error: Exception) -> None:
         """`add` a sample that raised, and note it for `take_new`; errors are chained to `error`."""
         reason = printable(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
         try:
@@ -115,7 +115,7 @@ class Tolerance:
         if not self.known:
             return index
         batch = list(iter(index)) if many else [index]
-        keys = [key_of(one) for one in batch]
+        keys = [key_of(sample) for sample in batch]
         if not any(key in self.known for key in keys):
             return index
         if not many:
@@ -128,11 +128,11 @@ class Tolerance:
     def _in_place_of(self, batch: Sequence[Any], place: int, dataset: Any) -> Key:
         tried = (batch[place], *candidates(batch, place, dataset))
         # None is left if a sample that was good in this batch was bad in another.
-        left = (key for one in tried if (key := key_of(one)) not in self.known)
+        left = (key for sample in tried if (key := key_of(sample)) not in self.known)
         return next(left, key_of(batch[place]))
 
     def take_new(self) -> tuple[BadSample, ...]:
-        """Return the samples that `found` has noted since the last call."""
+        """Return the samples that `note_raised` has noted since the last call."""
         new, self._new = tuple(self._new), []
         return new
 
@@ -157,7 +157,7 @@ class Tolerant(Dataset[Any]):
         """Read the samples of a batch with the calls torch makes; a skipped one is `_SKIPPED`."""
         known, batch = self._tolerance.known, list(iter(indices))
         many = getattr(self._reads, "__getitems__", None)
-        if many is not None and not any(key_of(one) in known for one in batch):
+        if many is not None and not any(key_of(sample) in known for sample in batch):
             try:
                 return list(many(batch if isinstance(indices, Iterator) else indices))
             except Exception:  # noqa: BLE001, S110  reading one by one finds the bad sample
@@ -180,7 +180,7 @@ class Tolerant(Dataset[Any]):
             except Exception as e:
                 if isinstance(key, int) and key < 0:
                     raise  # not a valid index: the sampler is at fault
-                self._tolerance.found(key, e)
+                self._tolerance.note_raised(key, e)
             else:
                 self._good = index
                 return sample
@@ -196,7 +196,7 @@ class Tolerant(Dataset[Any]):
             try:
                 return self._reads[index]
             except Exception as e:  # noqa: BLE001  same as above
-                self._tolerance.found(key, e)
+                self._tolerance.note_raised(key, e)
         none = (
             f"none of {tried} samples could be read" if tried else "no sample is known to be good"
         )

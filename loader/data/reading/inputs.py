@@ -170,7 +170,7 @@ class SampleInputs:
             return None
         if self._versions.get(name, FOLDER) != FOLDER:
             return None
-        own = any(name == one or name.startswith(f"{one}/") for one in self._own)
+        own = any(name == folder or name.startswith(f"{folder}/") for folder in self._own)
         return None if own else name
 
     # --- and what is known of it afterwards -----------------------------------------------------
@@ -184,14 +184,14 @@ class SampleInputs:
         """
         inputs = [[path, version] for path, version in self._versions.items()]
         # The daemon has read these at some time since then: they must not have changed.
-        served = [one for one in self._served if one not in self._versions]
+        served = [path for path in self._served if path not in self._versions]
         inputs += [[address, _version(address, made_ns)[0]] for address in served]
         if self._remote:
             inputs.append([REMOTE, loaders])
-        return inputs if still(inputs, loaders) else None
+        return inputs if are_current(inputs, loaders) else None
 
 
-def still(inputs: Inputs, loaders: int) -> bool:
+def are_current(inputs: Inputs, loaders: int) -> bool:
     """Whether all inputs have the versions that they had."""
     for path, version in inputs:
         if path == REMOTE:
@@ -227,13 +227,13 @@ def _opened(records: list[SampleInputs], path: Any, mode: str | None, flags: int
         path = _below(this_thread.folder_fd, os.fsdecode(path))
     reads = flags & os.O_ACCMODE != os.O_WRONLY if mode is None else set(mode) & set("r+")
     anew = flags & (os.O_TRUNC | os.O_EXCL) if mode is None else set(mode) & set("wx")
-    for one in records:
+    for record in records:
         if _TMPFILE and flags & _TMPFILE == _TMPFILE:
             continue
         if anew:
-            _written([one], path)
+            _written([record], path)
         elif reads:
-            one.opens(path)
+            record.opens(path)
 
 
 def _listed(records: list[SampleInputs], path: Any = None, *_: Any) -> None:
@@ -242,16 +242,16 @@ def _listed(records: list[SampleInputs], path: Any = None, *_: Any) -> None:
         path = _path_of(path)
         if path is None:
             return
-    for one in records:
-        one.opens("." if path is None else path)
+    for record in records:
+        record.opens("." if path is None else path)
 
 
 def _named_anew(records: list[SampleInputs], source: Any, _: Any, *folders: int) -> None:
     """`os.link` and `os.rename`: what is read by the new name was there by the old one."""
     if any(folder >= 0 for folder in folders):
         raise ValueError("a path in an unknown folder")
-    for one in records:
-        one.opens(source)
+    for record in records:
+        record.opens(source)
 
 
 def _symlinked(records: list[SampleInputs], source: Any, target: Any, folder: int) -> None:
@@ -269,14 +269,14 @@ def _database(records: list[SampleInputs], path: Any, *_: Any) -> None:
     name = os.fsdecode(path)
     if name.startswith("file:"):
         raise ValueError("an address")
-    for one in records:
-        one.opens(name)
-        one.opens(f"{name}-wal")
+    for record in records:
+        record.opens(name)
+        record.opens(f"{name}-wal")
 
 
 def _program(records: list[SampleInputs], *_: Any) -> None:
-    for one in records:
-        one.doubt = "a program runs meanwhile, whose files are not seen"
+    for record in records:
+        record.doubt = "a program runs meanwhile, whose files are not seen"
 
 
 def _forked(records: list[SampleInputs], *_: Any) -> None:
@@ -309,13 +309,13 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if not _active or event not in _EVENTS:
         return
     observed = this_thread.observed
-    found = [observed] if isinstance(observed, SampleInputs) else _without_record()
+    records = [observed] if isinstance(observed, SampleInputs) else _without_record()
     try:
         if not sys._getframe(1).f_code.co_filename.startswith(_IMPORTS):  # noqa: SLF001  no other way
-            _EVENTS[event](found, *args)
+            _EVENTS[event](records, *args)
     except Exception:  # noqa: BLE001  the person's own call must go on
-        for one in found:
-            one.doubt = f"it opened {args[0]!r}, which is not known to be a file"
+        for record in records:
+            record.doubt = f"it opened {args[0]!r}, which is not known to be a file"
 
 
 def _without_record() -> list[SampleInputs]:

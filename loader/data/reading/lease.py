@@ -319,9 +319,9 @@ class Lease:
         if len(missing) == len(ids):
             direct(ids, out)
         else:
-            rest = np.empty((len(missing), out.shape[1]), np.uint8)
-            direct(ids[missing], rest)
-            out[missing] = rest
+            missing_rows = np.empty((len(missing), out.shape[1]), np.uint8)
+            direct(ids[missing], missing_rows)
+            out[missing] = missing_rows
         self.count_direct(len(missing), len(missing) * out.shape[1], time.monotonic_ns() - began)
 
     def _copy_rows(

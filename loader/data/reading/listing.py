@@ -61,25 +61,25 @@ def files_below(root: str, options: Options = None, marker: str | None = None) -
     if not scheme_of(root):
         raise ConfigError(f"a marker keeps the listing of a remote folder, and {root} is local")
     address = marker if scheme_of(marker) else f"{root}/{escape(root, marker)}"
-    found = listing_since(root, options, address, lambda: _listed(root, options))
+    listing = listing_since(root, options, address, lambda: _listed(root, options))
     below = address.startswith(f"{root}/")
     own = unescape(root, address[len(root) + 1 :]) if below else None
-    kept = [i for i, name in enumerate(found.names) if name != own]
-    sizes = found.nbytes
-    return Listing([found.names[i] for i in kept], sizes and [sizes[i] for i in kept])
+    kept = [i for i, name in enumerate(listing.names) if name != own]
+    sizes = listing.nbytes
+    return Listing([listing.names[i] for i in kept], sizes and [sizes[i] for i in kept])
 
 
 def _listed(root: str, options: Options) -> Listing:
     rows: list[tuple[str, int]] = []
     counted = (lambda: len(rows)) if scheme_of(root) else None
     with progress_line(f"listing {public(root)}", counted, shown=rank_and_world()[0] == 0):
-        found = _found_below(root, options, rows)
-    if scheme_of(root) and not len(found):
+        listing = _found_below(root, options, rows)
+    if scheme_of(root) and not len(listing):
         raise NotFoundError(
             f"nothing is listed below {public(root)}; where a server lists no folders, put an "
             "index there (ImageFolder.save_index) or name one (ImageFolder(..., index=...))"
         )
-    return found
+    return listing
 
 
 def _found_below(root: str, options: Options, rows: list[tuple[str, int]]) -> Listing:
@@ -87,8 +87,8 @@ def _found_below(root: str, options: Options, rows: list[tuple[str, int]]) -> Li
         if not is_folder(root):
             raise NotFoundError(f"there is no folder {root}")
         return walk(root)
-    found = _index_below(root, options) if scheme_of(root) in {"http", "https"} else None
-    return list_remote(root, options, rows) if found is None else found
+    listing = _index_below(root, options) if scheme_of(root) in {"http", "https"} else None
+    return list_remote(root, options, rows) if listing is None else listing
 
 
 def _index_below(root: str, options: Options) -> Listing | None:
@@ -111,9 +111,9 @@ def parse_index(data: bytes, address: str) -> Listing:
     """
     try:
         if address.endswith(".json"):
-            found = _decoder.decode(data)
+            index = _decoder.decode(data)
             names, nbytes = (
-                (found, None) if isinstance(found, list) else (found.names, found.nbytes)
+                (index, None) if isinstance(index, list) else (index.names, index.nbytes)
             )
         else:
             manifest = Manifest.from_arrow(data)
@@ -168,13 +168,13 @@ def braces(text: str) -> list[str]:
     >>> braces("s-{08..10}.tar"), braces("{a,b}{0..1}")
     (['s-08.tar', 's-09.tar', 's-10.tar'], ['a0', 'a1', 'b0', 'b1'])
     """
-    found = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", text)
-    if found is None:
+    match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", text)
+    if match is None:
         return [text]
-    first, last, words = found.groups()
+    first, last, words = match.groups()
     if words is not None:
         middle = words.split(",")
     else:
         middle = [f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1)]
-    tails = braces(text[found.end() :])
-    return [text[: found.start()] + m + tail for m in middle for tail in tails]
+    tails = braces(text[match.end() :])
+    return [text[: match.start()] + m + tail for m in middle for tail in tails]

@@ -145,8 +145,8 @@ def passes_on() -> bool:
 
 def announce(path: object) -> None:
     """Note that a library in C is about to open a file, where reads are recorded."""
-    for one in records():
-        one.opens_in_c(path)
+    for record in records():
+        record.opens_in_c(path)
 
 
 def open_source(original: Callable[..., T], *args: object) -> T:

@@ -26,7 +26,7 @@ from creel.cache.memory.memfd import Descriptor, memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
 from creel.loader.data.reading.read_counts import UNIT
-from creel.system.forks import at_fork, forget_in_child
+from creel.system.forks import at_fork, reset_in_child
 
 #: One read of a sample: an address; (number of a part of the dataset, number of the object in it);
 #: or units of a file as (address, first unit, number of units, bytes of the file), see UNITS.
@@ -189,11 +189,11 @@ def digest_of(text: str) -> int:
 def joined(records: Sequence[Reads]) -> RecordedReads:
     """Concatenate records."""
     addresses: list[str] = []
-    for one in records:
-        if one.addresses:
-            addresses += one.addresses.split(BETWEEN)
+    for record in records:
+        if record.addresses:
+            addresses += record.addresses.split(BETWEEN)
     samples, counts, items = (
-        np.frombuffer(b"".join([getattr(one, column) for one in records]), "<i8")
+        np.frombuffer(b"".join([getattr(record, column) for record in records]), "<i8")
         for column in ("samples", "counts", "items")
     )
     return RecordedReads(samples, counts, items.reshape(-1, _COLUMNS), addresses)
@@ -202,12 +202,12 @@ def joined(records: Sequence[Reads]) -> RecordedReads:
 class JournalFile:
     """A file of journals. Thread-safe, and shared with forked and spawned processes."""
 
-    def __init__(self, own: Descriptor) -> None:
-        self.own = own
-        self.forget()
-        forget_in_child(self)
+    def __init__(self, descriptor: Descriptor) -> None:
+        self.descriptor = descriptor
+        self.reset_for_process()
+        reset_in_child(self)
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
         self._seen = 0  # bytes of the file whose records are in `_places`
@@ -215,36 +215,36 @@ class JournalFile:
         self._places: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return JournalFile, (self.own,)
+        return JournalFile, (self.descriptor,)
 
     def append(self, number: int, body: bytes) -> bool:
         """Append a record; False if there is no memory for all of it, or the file is closed."""
         data = _HEAD.pack(_MARK, number, len(body), xxhash.xxh32_intdigest(body)) + body
         try:
-            return self.own.valid and os.write(self.own.fd, data) == len(data)
+            return self.descriptor.valid and os.write(self.descriptor.fd, data) == len(data)
         except OSError:
             return False
 
     def records(self, number: int, first: int) -> Iterator[bytes]:
         """Yield the records of a journal from its `first` on, except those that were cut off."""
         with self._lock:
-            self._look()
+            self._scan()
             places = self._places.get(number, ())[first:]
         for at, nbytes in places:
-            yield os.pread(self.own.fd, nbytes, at)
+            yield os.pread(self.descriptor.fd, nbytes, at)
 
     def has(self, number: int) -> bool:
         """Whether a journal has a record."""
         with self._lock:
-            self._look()
+            self._scan()
             return number in self._places
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         """Find the records that were appended since the last call."""
-        size = os.fstat(self.own.fd).st_size if self.own.valid else 0
+        size = os.fstat(self.descriptor.fd).st_size if self.descriptor.valid else 0
         piece_nbytes = _PIECE_NBYTES
         while self._seen < size:
-            piece = os.pread(self.own.fd, piece_nbytes, self._seen)
+            piece = os.pread(self.descriptor.fd, piece_nbytes, self._seen)
             taken = self._enter(piece)
             self._seen += taken
             if not taken:  # the next record is longer, or is being written
@@ -321,7 +321,7 @@ class TraceJournal:
             except msgspec.MsgspecError as e:
                 raise MalformedError("no record of a journal") from e
             reads = [record] if isinstance(record, Reads) else getattr(record, "instead", None)
-            if not all(one.sound() for one in reads or ()):
+            if not all(read.sound() for read in reads or ()):
                 raise MalformedError("a record whose columns do not fit each other")
             yield record
 

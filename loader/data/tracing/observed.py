@@ -16,8 +16,8 @@ from creel.loader.data.files.opened import (
     QUICK_OPEN_NS,
     SMALL,
     cacheable,
+    dated_stat,
     local_address,
-    look,
 )
 from creel.loader.data.reading.bad_samples import note_path
 from creel.loader.data.reading.inputs import ITSELF
@@ -60,8 +60,8 @@ class FoundVersions:
     def take(self, address: str) -> int:
         """Remove and return the version of a file; UNKNOWN if none was entered."""
         while self.statuses:
-            found, status, now_ns = self.statuses.popleft()
-            self.enter(found, of_stat(status, now_ns))
+            path, status, now_ns = self.statuses.popleft()
+            self.enter(path, of_stat(status, now_ns))
         return self._versions.pop(address, UNKNOWN)
 
     def clear(self) -> None:
@@ -110,14 +110,14 @@ class ObservedReads:
         asked, self._asked = self._asked, {}
         self.sample = next(_samples)
         this_thread.latest = ""
-        found: list[Asked] = []
-        for what, part in asked.items():
+        reads: list[Asked] = []
+        for read, part in asked.items():
             if part is None or self._whole or part.got() * WORTH >= part.nbytes:
-                found.append(what)
-            elif isinstance(what, str):
+                reads.append(read)
+            elif isinstance(read, str):
                 sign = 1 if part.opened else -1
-                found += [(what, a, sign * (b - a), part.nbytes) for a, b in part.parts(UNIT)]
-        return found
+                reads += [(read, a, sign * (b - a), part.nbytes) for a, b in part.parts(UNIT)]
+        return reads
 
     def add(self, asked: Asked) -> None:
         """Record a successful read. The daemon would only repeat a failed one."""
@@ -182,7 +182,7 @@ class ObservedReads:
             if path.endswith(ITSELF):
                 continue  # a link
             address = local_address(path)
-            status = None if address is None else look(address)
+            status = None if address is None else dated_stat(address)
             if address is None:
                 self.add((owner, number))
             elif status is not None and cacheable(status[0], address):

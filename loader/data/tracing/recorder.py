@@ -29,7 +29,7 @@ from creel.loader.data.binding.adapters import serve_torchvision
 from creel.loader.data.binding.tree import unchanged
 from creel.loader.data.binding.wrapped import AS_IT_IS, Wrapping, is_wrapped, unwrap
 from creel.loader.data.datasets.base import Transformed, fetch_many, position
-from creel.loader.data.interception.intercept import look_again
+from creel.loader.data.interception.intercept import replace_imported
 from creel.loader.data.page_cache import remote
 from creel.loader.data.reading.this_thread import Asked
 from creel.loader.data.tracing.journal import (
@@ -54,7 +54,7 @@ from creel.loader.data.tracing.lists.file_lists import solved
 from creel.loader.data.tracing.lists.hypothesis import LEAST, Hypothesis
 from creel.loader.data.tracing.observed import FoundVersions, ObservedReads
 from creel.loader.data.tracing.trace import AccessTrace, by_sample, parts_of
-from creel.system.forks import forget_in_child
+from creel.system.forks import reset_in_child
 
 if TYPE_CHECKING:
     from creel.loader.data.datasets.base import Sample
@@ -90,17 +90,21 @@ class AccessRecorder:
             seals: whether recording ends when this journal has enough.
         """
         self.place = own_place() if place is None else place
+        #: Whose reads are recorded.
         self.dataset = dataset
         self._seals = seals
         self._wrapping = wrapping
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
+        #: The datasets in it that have numbers of their own.
         self._parts = parts_of(dataset)
+        #: By id of a part: its place in `_parts`.
         self._number = {id(part): i for i, part in enumerate(self._parts)}
+        #: What its lists say of files that no sample has read yet.
         self._supposed: Hypothesis | None = None
-        self.forget()
-        forget_in_child(self)
+        self.reset_for_process()
+        reset_in_child(self)
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
         self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
@@ -153,7 +157,7 @@ class AccessRecorder:
         samples = []
         with self._observing() as observed:
             for index in indices:
-                look_again()  # the last sample may have imported a library to read with
+                replace_imported()  # the last sample may have imported a library to read with
                 samples.append(self.dataset[index])
                 self._observed.append((index, observed.end_sample()))
         return samples
@@ -172,7 +176,7 @@ class AccessRecorder:
 
     def _items(self, reads: list[Asked]) -> list[tuple[Item, int]]:
         """Return the items that a sample read; each file has its version once per batch."""
-        items = (self._item(what) for what in dict.fromkeys(reads))
+        items = (self._item(read) for read in dict.fromkeys(reads))
         return [(item, self._version(item)) for item in items if item is not None]
 
     def _version(self, item: Item) -> int:
@@ -223,10 +227,12 @@ class AccessRecorder:
             if self.place.joint:
                 self._catch_up()  # to compare with the reads of other ranks
             noted = list(self._noted())
-            new = [one for one in noted if not self._known[one[0]]]
+            new = [entry for entry in noted if not self._known[entry[0]]]
             again = len(noted) - len(new)
             if self.place.joint and again:
-                self._compare(joined([record_of([one for one in noted if self._known[one[0]]])]))
+                self._compare(
+                    joined([record_of([entry for entry in noted if self._known[entry[0]]])])
+                )
             if (new or again) and not self._sealed:
                 self._append(record_of(new, again))
             self._catch_up()
@@ -245,7 +251,9 @@ class AccessRecorder:
     def take_over(self, journal: TraceJournal) -> bool:
         """Append what was written to another journal since last time; return whether it was any."""
         with self._lock:
-            records = [one for one in _sound(journal) if isinstance(one, (Reads, ListedFiles))]
+            records = [
+                record for record in _sound(journal) if isinstance(record, (Reads, ListedFiles))
+            ]
             for record in records:
                 self._append(record)
         self.write()
@@ -286,11 +294,11 @@ class AccessRecorder:
             return
         starts = [0, *stops[:-1]]
         files = [read.addresses[a:b] for a, b in zip(starts, stops, strict=True)]
-        found = solved(self.dataset, self._size, read.samples[:LEAST].tolist(), files)
-        if found is not None:
-            addresses = BETWEEN.join(found.addresses)
+        file_list = solved(self.dataset, self._size, read.samples[:LEAST].tolist(), files)
+        if file_list is not None:
+            addresses = BETWEEN.join(file_list.addresses)
             if len(addresses) < MAX_JOURNAL_NBYTES // 2:
-                self._append(ListedFiles(found.files, addresses))
+                self._append(ListedFiles(file_list.files, addresses))
 
     def drop(self) -> None:
         """Forget the reads since the last `write`."""
@@ -369,7 +377,7 @@ def _drained(queue: deque[T]) -> Iterator[T]:
 def _unwritten(reads: list[Asked], observed: ObservedReads, act: Callable[[], T]) -> T:
     """Call `act`, add its reads to `reads`, and return its result."""
     observed.end_sample()  # drops reads made between two samples
-    look_again()
+    replace_imported()
     result = act()
     reads += observed.end_sample()
     return result

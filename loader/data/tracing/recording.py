@@ -24,7 +24,7 @@ from creel.loader.client.connections import client_of
 from creel.loader.data.binding.wrapped import Wrapping
 from creel.loader.data.tracing.journal import JournalFile, JournalPlace, new_journal
 from creel.loader.data.tracing.recorder import AccessRecorder
-from creel.loader.data.user_code.likeness import likeness
+from creel.loader.data.user_code.dataset_fingerprint import likeness
 from creel.messages import WithdrawJournal
 from creel.system.limits import few_descriptors
 
@@ -39,9 +39,9 @@ _FORM = 6
 _begun: Counter[str] = Counter()
 
 
-def _digest(*what: object) -> str:
+def _digest(*parts: object) -> str:
     """Return a name for a journal, with which no journal of another format is mixed up."""
-    text = " ".join(map(str, (_FORM, *what)))
+    text = " ".join(map(str, (_FORM, *parts)))
     return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
@@ -55,8 +55,8 @@ class RanksJournal:
             UnavailableError: refused, or the daemon is lost.
             OSError: no descriptor or memory.
         """
-        own = new_journal()
-        joint = JournalFile(Descriptor(client.join_journal(name, own.fd)))
+        descriptor = new_journal()
+        joint = JournalFile(Descriptor(client.join_journal(name, descriptor.fd)))
         self.place = JournalPlace(joint, joint=True)
         # Else the daemon would keep its memory as long as this process trains.
         weakref.finalize(self, client.notify, WithdrawJournal(name)).atexit = False

@@ -215,8 +215,8 @@ def _read_at_opening(
         again = items[of, UNITS] < 0
         opened = of[(items[of, UNITS] > 0)]
         if again.any() and len(opened):
-            found, times = np.unique(stretches(number[opened], many[opened]), return_counts=True)
-            common = found[times == len(np.unique(entry[opened]))]
+            blocks, times = np.unique(stretches(number[opened], many[opened]), return_counts=True)
+            common = blocks[times == len(np.unique(entry[opened]))]
             readers = np.unique(entry[of[again]])
             samples.append(np.repeat(readers, len(common)))
             objects.append(np.tile(common, len(readers)))
@@ -253,28 +253,28 @@ def parts_of(dataset: object) -> list[CreelDataset]:
     seen: set[int] = set()
     queue = deque([dataset])  # breadth first: direct members before those of long lists
     while queue and len(seen) < _MAX_PARTS:
-        one = queue.popleft()
-        if id(one) in seen:
+        part = queue.popleft()
+        if id(part) in seen:
             continue
-        seen.add(id(one))
-        if is_wrapped(one):
-            queue.append(unwrap(one))
-        elif isinstance(one, CreelDataset):
-            if one.cacheable:
-                parts.append(one)
+        seen.add(id(part))
+        if is_wrapped(part):
+            queue.append(unwrap(part))
+        elif isinstance(part, CreelDataset):
+            if part.cacheable:
+                parts.append(part)
         else:
-            queue.extend(_inside(one))
+            queue.extend(_inside(part))
     return parts
 
 
-def _inside(one: object) -> list[object]:
+def _inside(part: object) -> list[object]:
     """Return a value's members that may hold datasets: datasets, lists, tuples, dicts."""
-    if isinstance(one, Dataset):
-        held = list(vars(one).values())
-    elif isinstance(one, dict):
-        held = list(one.values()) if len(one) <= _MAX_PARTS else []
-    elif isinstance(one, (list, tuple)):
-        held = list(one) if len(one) <= _MAX_PARTS else []
+    if isinstance(part, Dataset):
+        held = list(vars(part).values())
+    elif isinstance(part, dict):
+        held = list(part.values()) if len(part) <= _MAX_PARTS else []
+    elif isinstance(part, (list, tuple)):
+        held = list(part) if len(part) <= _MAX_PARTS else []
     else:
         held = []
     return [x for x in held if isinstance(x, (Dataset, list, tuple, dict))]

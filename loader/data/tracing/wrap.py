@@ -125,7 +125,7 @@ class StandIn(Wrapped):
 
 def _wrapped(dataset: Any, wrapping: Wrapping) -> Any:
     try:
-        made = _blank(type(dataset))
+        stand_in = _blank(type(dataset))
     except TypeError:
         name = type(dataset).__name__
         raise ConfigError(
@@ -133,8 +133,8 @@ def _wrapped(dataset: Any, wrapping: Wrapping) -> Any:
             f"Python class: hold it in a torch Dataset of your own, and wrap that (if reading the "
             f"{name} opens no files, just do not wrap it)"
         ) from None
-    _fill(made, WrappedReads(dataset, wrapping=wrapping))
-    return made
+    _fill(stand_in, WrappedReads(dataset, wrapping=wrapping))
+    return stand_in
 
 
 def _blank(kind: type) -> Wrapped:
@@ -146,20 +146,20 @@ def _blank(kind: type) -> Wrapped:
     return cast(Wrapped, object.__new__(_class_over(kind)))
 
 
-def _fill(made: Wrapped, reads: Reading) -> None:
+def _fill(stand_in: Wrapped, reads: Reading) -> None:
     """Complete what `_blank` returned for the class of this dataset."""
-    object.__setattr__(made, "_creel_reads", reads)
+    object.__setattr__(stand_in, "_creel_reads", reads)
     state = _dict(type(reads.dataset))
     if state is not None:
-        state.__set__(made, state.__get__(reads.dataset))
+        state.__set__(stand_in, state.__get__(reads.dataset))
 
 
 def _class_over(kind: type) -> type:
     """Return the class of wrapped datasets of a class, always the same while any exists."""
     known: list[type] = type.__subclasses__(kind)
-    for one in known:
-        if one.__bases__ == (StandIn, kind):
-            return one
+    for known_class in known:
+        if known_class.__bases__ == (StandIn, kind):
+            return known_class
     names: dict[str, Any] = {name: getattr(kind, name) for name in ("__module__", "__doc__")}
     names |= {"__qualname__": kind.__qualname__, "__slots__": ("_creel_reads",)}
     names |= {name: _SharedSlot(slot) for name, slot in _slots(kind)}
@@ -170,23 +170,26 @@ def _class_over(kind: type) -> type:
         names["__del__"] = _end
     meta = type(kind)
     new: Any = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
-    made: type = new(meta, kind.__name__, (StandIn, kind), names, made_by_creel=True)
-    type.__delattr__(made, "__slots__")  # the state of the object is that of the dataset
-    return made
+    stand_in_class: type = new(meta, kind.__name__, (StandIn, kind), names, made_by_creel=True)
+    type.__delattr__(stand_in_class, "__slots__")  # the state of the object is that of the dataset
+    return stand_in_class
 
 
 def _dict(kind: type) -> Any:
     """Return the descriptor of `__dict__` for instances of a class; None if they have none."""
-    found = (vars(one).get("__dict__") for one in kind.__mro__)
-    return next((one for one in found if isinstance(one, GetSetDescriptorType)), None)
+    descriptors = (vars(base).get("__dict__") for base in kind.__mro__)
+    return next(
+        (descriptor for descriptor in descriptors if isinstance(descriptor, GetSetDescriptorType)),
+        None,
+    )
 
 
 def _slots(kind: type) -> Iterable[tuple[str, Any]]:
     """Yield the name and descriptor of each slot that instances of a class have."""
-    for name in dict.fromkeys(name for one in kind.__mro__ for name in vars(one)):
-        found = next(vars(one)[name] for one in kind.__mro__ if name in vars(one))
-        if isinstance(found, MemberDescriptorType):
-            yield name, found
+    for name in dict.fromkeys(name for base in kind.__mro__ for name in vars(base)):
+        descriptor = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
+        if isinstance(descriptor, MemberDescriptorType):
+            yield name, descriptor
 
 
 class _SharedSlot:

@@ -28,7 +28,7 @@ from creel.errors import UnavailableError
 from creel.loader.client.cluster.ranks import on_one_node, rank_and_world
 from creel.loader.client.connections import RETRY_S, daemon_starting
 from creel.loader.data.binding.bind import Binding, bind, bound
-from creel.loader.data.binding.daemon_link import DaemonLink, linked, needless, starting
+from creel.loader.data.binding.daemon_link import DaemonLink, daemon_not_worth_it, linked, starting
 from creel.loader.data.binding.tree import bindable
 from creel.loader.data.binding.wrapped import AS_IT_IS, Wrapping
 from creel.loader.data.interception.intercept import Intercepted
@@ -48,7 +48,7 @@ from creel.loader.data.tracing.recorder import AccessRecorder, recordable
 from creel.loader.data.tracing.recording import RanksJournal, journal_of_ranks, recorder_on
 from creel.loader.data.tracing.trace import AccessTrace
 from creel.policies.direct import Bypass
-from creel.system.forks import at_fork, forget_in_child
+from creel.system.forks import at_fork, reset_in_child
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -88,13 +88,13 @@ class WrappedReads:
         #: Whether a loader of creel's reads it, and opens the session for what it is to read.
         self.led = False
         self._place = place
-        self._forget_binding()
-        self.forget()
-        forget_in_child(self)
+        self._clear_binding()
+        self.reset_for_process()
+        reset_in_child(self)
         self.number = next(_numbers)
         _alive.add(self)
 
-    def _forget_binding(self) -> None:
+    def _clear_binding(self) -> None:
         self._bound = False
         self._binding: Binding | None = None
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
@@ -107,7 +107,7 @@ class WrappedReads:
         self._supposed: Hypothesis | None = None  # what samples read, while it is not recorded
         self._listed: ListedFiles | None = None  # in the journal, of which that is made
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.RLock()
         self._link: DaemonLink | None = None
@@ -117,14 +117,14 @@ class WrappedReads:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Let a spawned worker record for its trainer; other copies begin a record of their own."""
-        made = partial(WrappedReads, wrapping=self.wrapping)
+        constructor = partial(WrappedReads, wrapping=self.wrapping)
         if multiprocessing.context.get_spawning_popen() is None:
-            return made, (self.dataset,)
+            return constructor, (self.dataset,)
         self.prepare()
         recorder = self._recorder
         place = None if recorder is None else recorder.place
-        made = partial(made, config=self.config, counted=self.counted)
-        return made, (self.dataset, place), {"led": self.led}
+        constructor = partial(constructor, config=self.config, counted=self.counted)
+        return constructor, (self.dataset, place), {"led": self.led}
 
     def __setstate__(self, state: dict[str, bool]) -> None:
         self.led = state["led"]
@@ -154,7 +154,7 @@ class WrappedReads:
         if this_thread.lease is not None:  # of creel's loader or an outer one, which decides
             return self._fetch_recorded(indices, fetch)
         link = self._usable_link()
-        if link is not None and not _still(link.binding, indices):
+        if link is not None and not _is_current(link.binding, indices):
             self._unbind(link)
             link = self._usable_link()
         if link is None:
@@ -257,13 +257,13 @@ class WrappedReads:
 
     def _follow(self, recorder: AccessRecorder) -> None:
         """Replace or drop the hypothesis, by what was recorded of late."""
-        found = recorder.listed_files()
-        if found is not None and found is not self._listed:
-            self._listed = found
+        file_list = recorder.listed_files()
+        if file_list is not None and file_list is not self._listed:
+            self._listed = file_list
             if on_one_node(
                 rank_and_world()[1], os.environ
             ):  # else others would begin with it later
-                self._suppose(FileList(found.addresses.split(BETWEEN), found.files))
+                self._suppose(FileList(file_list.addresses.split(BETWEEN), file_list.files))
         elif self._supposed is not None and self._supposed.refuted:
             _log.info("samples read other files than their dataset lists: creel records them")
             self._suppose(None)
@@ -320,9 +320,9 @@ class WrappedReads:
 
     def _complete_trace(self, recorder: AccessRecorder) -> AccessTrace | None:
         """Return the trace once it is complete; waits shortly for ranks that meet at this time."""
-        found = self._workers_journal is not None and recorder.take_over(self._workers_journal)
+        news = self._workers_journal is not None and recorder.take_over(self._workers_journal)
         trace, joint = recorder.trace(), recorder.place.joint
-        while found and joint and not recorder.over and time.monotonic() < self._meet_by:
+        while news and joint and not recorder.over and time.monotonic() < self._meet_by:
             time.sleep(_LOOK_S)
             trace = recorder.trace()
         return trace
@@ -358,7 +358,7 @@ class WrappedReads:
         Contacts the daemon only if ranks of a job record together, and it answers.
         """
         link = self._link
-        if link is not None and not link.binding.still():
+        if link is not None and not link.binding.is_current():
             self._unbind(link)
         with self._lock:
             binding = self._bind()
@@ -371,7 +371,7 @@ class WrappedReads:
             if self._link is link:
                 link.session.close()
                 self._link = None
-                self._forget_binding()
+                self._clear_binding()
 
     def _may_link(self) -> bool:
         """Whether a link may request files: not all that are supposed to be read may be."""
@@ -400,7 +400,7 @@ class WrappedReads:
             if binding is None:
                 return None
             config, origins = self._configured()
-            if not needless(binding, config):
+            if not daemon_not_worth_it(binding, config):
                 if starting(config):
                     return None
                 self._link = linked(binding, config, origins, counted=self.counted)
@@ -429,9 +429,9 @@ def _none_answers(recorder: AccessRecorder, config: Config) -> bool:
     return False
 
 
-def _still(binding: Binding, indices: Sequence[int]) -> bool:
+def _is_current(binding: Binding, indices: Sequence[int]) -> bool:
     try:
-        return binding.still(np.asarray(indices, np.int64))
+        return binding.is_current(np.asarray(indices, np.int64))
     except Exception:  # noqa: BLE001  the read itself then raises the error
         return True
 
@@ -443,7 +443,9 @@ _alive: weakref.WeakSet[WrappedReads] = weakref.WeakSet()
 def _before_fork() -> None:
     """Prepare all datasets: torch's loader forks workers without notifying them."""
     try:
-        for reads in sorted(_alive, key=lambda one: one.number):  # the same order in all ranks
+        for reads in sorted(
+            _alive, key=lambda wrapped: wrapped.number
+        ):  # the same order in all ranks
             reads.prepare()
     except Exception:  # noqa: BLE001  the fork must go on; the first read raises the error
         _log.debug("cannot prepare for workers", exc_info=True)

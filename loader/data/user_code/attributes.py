@@ -43,8 +43,8 @@ def snapshot(value: object) -> dict[str, str]:
     >>> snapshot([2, "a"])
     {'': '# list 2', '[0]': '= 2', '[1]': "= 'a'"}
     """
-    found = _inside("", value, _DEPTH, set())
-    return {name.removeprefix("."): text for name, leaf in found if (text := _text(leaf))}
+    leaves = _inside("", value, _DEPTH, set())
+    return {name.removeprefix("."): text for name, leaf in leaves if (text := _text(leaf))}
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
@@ -61,8 +61,8 @@ def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
         if was is None:  # entries of a list count by its length
             differs = text.startswith(_SINGLE) and "[" not in name
         else:
-            made = was == _NONE and not text.startswith(_SINGLE)
-            differs = was != text and not made
+            first_use = was == _NONE and not text.startswith(_SINGLE)
+            differs = was != text and not first_use
         if differs:
             names.append(name)
     return names
@@ -86,8 +86,8 @@ def is_code(value: object) -> bool:
 
 def generators(value: object) -> list[Any]:
     """Return the generators of random numbers that a dataset or callable holds."""
-    found = _inside("", value, _DEPTH, set())
-    return [leaf for _, leaf in found if isinstance(leaf, _GENERATORS)]
+    leaves = _inside("", value, _DEPTH, set())
+    return [leaf for _, leaf in leaves if isinstance(leaf, _GENERATORS)]
 
 
 class _Listed:
@@ -114,11 +114,11 @@ def _inside(
         yield name, _Listed(value)
         if len(value) <= _FEW and kind is not range:
             entries = value.items() if kind is dict else enumerate(value)
-            for key, one in entries:
-                yield from _inside(f"{name}[{key!r}]", one, depth - 1, seen, code=code)
+            for key, child in entries:
+                yield from _inside(f"{name}[{key!r}]", child, depth - 1, seen, code=code)
         return
-    for key, one in _attributes(value, whole=depth == _DEPTH).items():
-        yield from _inside(f"{name}.{key}", one, depth - 1, seen, code=code)
+    for key, child in _attributes(value, whole=depth == _DEPTH).items():
+        yield from _inside(f"{name}.{key}", child, depth - 1, seen, code=code)
 
 
 def _code(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -135,8 +135,8 @@ def _code(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[s
         **{f"cell {i}": cell.cell_contents for i, cell in enumerate(cells) if cell != CellType()},
     }
     if isinstance(function, FunctionType):
-        for key, one in made_with.items():
-            yield from _inside(f"{name}({key})", one, depth - 1, seen, code=True)
+        for key, argument in made_with.items():
+            yield from _inside(f"{name}({key})", argument, depth - 1, seen, code=True)
 
 
 def _attributes(value: Any, *, whole: bool) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _entries(value: Any) -> str:
     entries = value[:: _step(len(value))] if type(value) is not dict else value.items()
     try:
         some = list(islice(entries, _ENTRIES))
-        packed = msgspec.msgpack.encode(some, enc_hook=lambda one: type(one).__qualname__)
+        packed = msgspec.msgpack.encode(some, enc_hook=lambda value: type(value).__qualname__)
     except Exception:  # noqa: BLE001  numbers that do not fit, or text that is not Unicode
         return ""
     return f" {_digest(packed)}"

@@ -47,7 +47,7 @@ def is_whole(value: object, least: int) -> TypeGuard[int]:
 def check_choice(name: str, value: object, choices: Collection[str | None]) -> None:
     """Raise ConfigError unless the value is one of some words, or None where that is one."""
     if not (value is None or type(value) is str) or value not in choices:
-        words = [f'"{one}"' for one in choices if one is not None]
+        words = [f'"{choice}"' for choice in choices if choice is not None]
         words += ["None"] * (None in choices)
         raise wrong(name, value, " or ".join([", ".join(words[:-1]), words[-1]]))
 

@@ -13,14 +13,15 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Subset
 
 from creel.errors import ConfigError
-from creel.loader.data.rehearsed import KeptRows, Rehearsed, length_of, new_data
+from creel.loader.data.rehearsed import MemoryRows, Rehearsed, length_of, new_data
 from creel.loader.data.user_code.attributes import changed, snapshot
 from creel.loader.data.user_code.protected import attribute
 from creel.loader.data.user_code.values import check_whole, shown
 from creel.loader.line.order.rehearsed_order import RehearsedBatches
 from creel.loader.line.order.rehearsing import Content
 from creel.policies.arrays import Ints
-from creel.policies.rehearsal.content import (
+from creel.policies.rehearsal.growth import Growth
+from creel.policies.rehearsal.memory_rows import (
     UNLABELLED,
     Keys,
     Offered,
@@ -29,7 +30,6 @@ from creel.policies.rehearsal.content import (
     merged,
     mixed,
 )
-from creel.policies.rehearsal.growth import Growth
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -80,7 +80,7 @@ class Rehearsal:
         self.per_batch, self.budget, self.seed, self.every = per_batch, budget, seed, every
         nothing = np.empty(0, np.int64)
         self._kept = Offered(nothing, nothing, np.empty(0, np.uint64))
-        self._dataset = KeptRows([], np.empty(0, np.int32), nothing)
+        self._dataset = MemoryRows([], np.empty(0, np.int32), nothing)
         self._offered = 0  # samples
         self._adds = 0
         self._ordered: bool | None = None
@@ -128,8 +128,10 @@ class Rehearsal:
         both = merged(self._kept, Offered(uids, classes, keys))
         chosen = kept(both, self.budget, self.seed + 1)
         self._dataset = _rows(self._dataset, dataset, n, chosen)
-        held = {id(one): one for one in self._dataset.datasets}
-        self._as_added = {i: self._as_added.get(i) or _state(one) for i, one in held.items()}
+        held = {id(dataset): dataset for dataset in self._dataset.datasets}
+        self._as_added = {
+            i: self._as_added.get(i) or _state(dataset) for i, dataset in held.items()
+        }
         self._kept = both.take(chosen)
         self._offered += n
         self._adds += 1
@@ -214,16 +216,16 @@ class Rehearsal:
 
     def _warn_of_changes(self) -> None:
         """Warn, once for each dataset, if one was changed since it was added."""
-        for one in self._dataset.datasets:
-            now, n_now = _state(one)
-            before, n = self._as_added.get(id(one), (now, n_now))  # none in a copy of this
+        for dataset in self._dataset.datasets:
+            now, n_now = _state(dataset)
+            before, n = self._as_added.get(id(dataset), (now, n_now))  # none in a copy of this
             names = [*changed(before, now), *([] if n == n_now else [f"{n} samples, now {n_now}"])]
             if names:
-                self._as_added[id(one)] = now, n_now
+                self._as_added[id(dataset)] = now, n_now
                 _log.warning(
                     "a %s was changed after it was added to the memory, which reads its rows from"
                     " what it is now: add a dataset for each task (changed: %s)",
-                    type(one).__name__,
+                    type(dataset).__name__,
                     ", ".join(names[:_NAMES]),
                 )
 
@@ -236,16 +238,16 @@ def _state(dataset: Any) -> tuple[dict[str, str], int]:
         return {}, 0
 
 
-def _rows(old: KeptRows, dataset: Any, n: int, chosen: NDArray[np.intp]) -> KeptRows:
+def _rows(old: MemoryRows, dataset: Any, n: int, chosen: NDArray[np.intp]) -> MemoryRows:
     """Return the `chosen` rows of those of `old`, followed by the n samples of a dataset."""
     base, numbers = _flat(dataset, n)
     datasets, added = [*old.datasets, base], [*old.added, dataset]
-    same = next(i for i, one in enumerate(datasets) if one is base)
+    same = next(i for i, dataset in enumerate(datasets) if dataset is base)
     part = np.concatenate([old.part, np.full(n, same, np.int32)])[chosen]
     index = np.concatenate([old.index, numbers])[chosen]
     used, part = np.unique(part, return_inverse=True)
     part = part.astype(np.int32)
-    return KeptRows([datasets[i] for i in used], part, index, [added[i] for i in used])
+    return MemoryRows([datasets[i] for i in used], part, index, [added[i] for i in used])
 
 
 def _flat(dataset: Any, n: int) -> tuple[Any, Ints]:
@@ -261,14 +263,14 @@ def _flat(dataset: Any, n: int) -> tuple[Any, Ints]:
 
 def _classes(labels: ArrayLike, n: int) -> Ints:
     """Return the (n,) classes of labels: the numbers themselves, or hashes of texts."""
-    found = _array("labels", labels)
-    if found.shape != (n,):
-        raise ConfigError(f"labels have the shape {found.shape}, but the dataset {n} samples")
-    if found.dtype.kind in "iub":
-        return found.astype(np.int64)
-    if found.dtype.kind not in "US" and not all(isinstance(one, str) for one in found):
-        raise ConfigError(f"labels are numbers or texts, not {found.dtype}")
-    texts, which = np.unique(found.astype(str), return_inverse=True)
+    values = _array("labels", labels)
+    if values.shape != (n,):
+        raise ConfigError(f"labels have the shape {values.shape}, but the dataset {n} samples")
+    if values.dtype.kind in "iub":
+        return values.astype(np.int64)
+    if values.dtype.kind not in "US" and not all(isinstance(value, str) for value in values):
+        raise ConfigError(f"labels are numbers or texts, not {values.dtype}")
+    texts, which = np.unique(values.astype(str), return_inverse=True)
     hashes = [xxhash.xxh3_64_intdigest(text.encode()) for text in texts.tolist()]
     return np.array(hashes, np.uint64).astype(np.int64)[which]
 
@@ -286,9 +288,9 @@ def _array(name: str, values: ArrayLike) -> NDArray[Any]:
 
 
 def _keys(order: ArrayLike, n: int) -> Keys:
-    found = _array("order", order)
-    if found.shape != (n,):
-        raise ConfigError(f"order has the shape {found.shape}, but the dataset {n} samples")
-    if found.dtype.kind not in "iubf" or np.isnan(found).any():
+    values = _array("order", order)
+    if values.shape != (n,):
+        raise ConfigError(f"order has the shape {values.shape}, but the dataset {n} samples")
+    if values.dtype.kind not in "iubf" or np.isnan(values).any():
         raise ConfigError("order consists of numbers, and none of them is NaN")
-    return ascending(found.astype(np.float64))
+    return ascending(values.astype(np.float64))

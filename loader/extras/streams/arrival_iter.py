@@ -102,7 +102,7 @@ class ArrivalIter(PacedIterator):
 
     def arrived(self) -> bool:
         arrived = self._arrived or self._begin()
-        if arrived.look(self._wanted()):
+        if arrived.poll(self._wanted()):
             return True
         if self._notes is not None:
             self._notes.write()

@@ -26,7 +26,7 @@ class ReaderNotes:
         """Make notes of a rank that begins at a cursor; none is written yet."""
         self._log, self._name, self._rank, self._cursor = log, name, rank, cursor
         self._written, self._written_at = Cursor(-1, 0, 0), 0.0
-        self._told = False
+        self._warned = False
 
     def begin(self, needed: Needed | None) -> None:
         """Write both, so that producers wait for this reader from now on; None: it has no memory.
@@ -71,13 +71,13 @@ class ReaderNotes:
             self._warn(e)
 
     def _warn(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             text = "%s: producers are not told how far this reader is: %s"
             _log.warning(text, self._log.path, error)
 
 
 def known_needs(medium: Medium, name: str) -> Needed:
     """Return what producers keep for the memory of this reader's name."""
-    found = cursors.read(medium).get(name)
-    return memories.read(medium, {} if found is None else {name: found})
+    cursors_by_rank = cursors.read(medium).get(name)
+    return memories.read(medium, {} if cursors_by_rank is None else {name: cursors_by_rank})

@@ -19,7 +19,7 @@ from creel.errors import ConfigError, SourceNotFoundError
 from creel.loader.line.order.rehearsing import Content, EpochStart, Replays
 from creel.policies.arrays import Ints, unique
 from creel.policies.rehearsal.growth import Growth
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.replay_passes import Passes
 from creel.streams.log import ABSENT, Log
 from creel.streams.memories import Needed
 
@@ -92,7 +92,7 @@ class StreamReplays:
             if not len(before) and len(now) < self._rows_each:
                 text = "a step replays %d rows of a memory of %d: it repeats them"
                 _log.warning(text, self._rows_each, len(now))
-            self._forget(block - min(PLACES // self._growth.every + 2, _BLOCKS))
+            self._drop_before(block - min(PLACES // self._growth.every + 2, _BLOCKS))
         joined: list[int] = self._rows.joined(batch, self.step)
         self.step += 1
         self._new[block].append((self.step, records))
@@ -123,11 +123,11 @@ class StreamReplays:
         seen = np.setdiff1d(then, held, assume_unique=True)
         return SavedMemory(memory=self._digest, step=step, held=_encoded(held), seen=_encoded(seen))
 
-    def _forget(self, first: int) -> None:
+    def _drop_before(self, first: int) -> None:
         """Forget the blocks before one, but none that training may not have begun."""
         if self._needed_block >= 0:
             first = min(first, self._needed_block)
-        for block in [one for one in self._held if one < first]:
+        for block in [number for number in self._held if number < first]:
             del self._held[block], self._new[block], self._chunks[block]
 
     # --- what the log must keep -----------------------------------------------------------------
@@ -140,9 +140,9 @@ class StreamReplays:
         block, old = min(self._block(step), max(self._held)), self._needed_block
         if block == old:
             return None
-        for one in range(old + 1, block + 1) if old >= 0 else ():
-            left = np.setdiff1d(self._held[one - 1], self._held[one], assume_unique=True)
-            self._left.append((one, left))
+        for number in range(old + 1, block + 1) if old >= 0 else ():
+            left = np.setdiff1d(self._held[number - 1], self._held[number], assume_unique=True)
+            self._left.append((number, left))
         self._needed_block = block
         every = self._growth.every
         self._left = [(b, left) for b, left in self._left if (block - b) * every <= keep_steps]

@@ -125,9 +125,9 @@ class Share:
 
     def _without(self, *notes: bytes) -> list[int]:
         """Return the launcher's ranks that have none of these notes."""
-        found = self._log.medium.notes(_FOLDER)
+        note_texts = self._log.medium.notes(_FOLDER)
         ranks = range(self._world)
-        return [rank for rank in ranks if found.get(f"{self._name}.{rank}") not in notes]
+        return [rank for rank in ranks if note_texts.get(f"{self._name}.{rank}") not in notes]
 
     def _write(self, note: bytes) -> None:
         """Write this rank's note.

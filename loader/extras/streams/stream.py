@@ -208,16 +208,24 @@ class Stream(RecordDataset):
     def raw(self) -> Raw | None:
         if type(self) is not Stream:
             return None
-        code = self.transform, self.batch_transform
-        return Raw(self.nbytes, self.dtype, self.shape, None, None, *code, splits=self._splits)
+        return Raw(
+            self.nbytes,
+            self.dtype,
+            self.shape,
+            None,
+            None,
+            self.transform,
+            self.batch_transform,
+            splits=self._splits,
+        )
 
     def _build_manifest(self) -> Manifest:
         n, records = self._chunks, self.log.about.records
         offset, length = np.zeros(n, np.int64), np.full(n, self.nbytes, np.int64)
         names = _names(n, len(os.path.basename(self.log.chunk(0))))  # noqa: PTH119  a string
         count = np.full(n, records, np.int64)
-        made = Manifest.of_runs(names, offset, length, count, root=self.log.medium.path)
-        return Manifest(made.table, made.root, salt=self.log.about.id)
+        manifest = Manifest.of_runs(names, offset, length, count, root=self.log.medium.path)
+        return Manifest(manifest.table, manifest.root, salt=self.log.about.id)
 
     def _read_direct(self, object_id: int) -> bytes:
         row = np.empty((1, self.nbytes), np.uint8)
@@ -244,7 +252,7 @@ class Stream(RecordDataset):
             SourceError: as `read_rows`.
         """
         fields, records = self.fields.empty(len(ids), memory)
-        self._fill(ids, lambda a, b: [one for record in records[a:b] for one in record])
+        self._fill(ids, lambda a, b: [value for record in records[a:b] for value in record])
         return fields
 
     def _fill(self, ids: Ints, buffers: Callable[[int, int], Sequence[memoryview]]) -> None:

@@ -167,7 +167,7 @@ class EpochRun:
                 samples, self.serving.binding, self.serving.stream
             )
 
-    def deliver(self, i: int, made: Made) -> None:
+    def deliver(self, i: int, ready_batch: Made) -> None:
         """Tell of a batch about to be returned, before the i-th after those skipped.
 
         A batch that raised counts as read if training goes on, and is read again if training stops
@@ -176,7 +176,7 @@ class EpochRun:
         meter, stream = self._state.observers.meter, self.serving.stream
         meter["batches"] += 1
         pulled = self.pulled
-        index = pulled.by_batch.pop(made.batch, None)
+        index = pulled.by_batch.pop(ready_batch.batch, None)
         pulled.returned.index = pulled.good(index) if self._state.tolerance.known else index
         self.delivered = self.skipped + i
         if self.pages.follows:
@@ -187,7 +187,7 @@ class EpochRun:
             self.serving.publish_ahead(self.order)
         now_ns = time.monotonic_ns()
         if stream is not None:
-            meter.record(stream.session.words.log, made.times, made.worker, now_ns)
+            meter.record(stream.session.words.log, ready_batch.times, ready_batch.worker, now_ns)
         if self.serving.recordings.supposed:
             self.serving.follow_lists(now_ns)
         since = now_ns / 1e9 - COUNT_S

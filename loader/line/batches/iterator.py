@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from creel.loader.making.places.place import BatchPlace
 
 #: Seconds between checks for dead workers in a wait without a timeout.
-LOOK_S = 5.0
+POLL_S = 5.0
 
 
 class Batches(Lender, BaseDataLoaderIter):
@@ -109,7 +109,7 @@ class Batches(Lender, BaseDataLoaderIter):
             return data
         finally:
             wait.since = 0
-            if wait.told is not None:
+            if wait.reported_to is not None:
                 wait.ends()
 
     def _next_data(self) -> Any:
@@ -121,15 +121,15 @@ class Batches(Lender, BaseDataLoaderIter):
             if self._stopped or self._rcvd_idx not in self._task_info:
                 self._find_next()
             place = self._place
-            made: Any = place.receive(0.0) if place.makes_now else self._taken()
+            ready_batch: Any = place.receive(0.0) if place.makes_now else self._taken()
         except BaseException:
             if not self._ahead:
                 self._lose(self._rcvd_idx)
             raise
-        self._turns.asked[self._task_info.pop(made.batch)[0]] -= 1
-        if made.batch == self._rcvd_idx:
+        self._turns.asked[self._task_info.pop(ready_batch.batch)[0]] -= 1
+        if ready_batch.batch == self._rcvd_idx:
             self._rcvd_idx += 1
-        return self._delivered(made)
+        return self._delivered(ready_batch)
 
     def _find_next(self) -> None:
         """Advance to the next batch that has arrived or will.
@@ -160,11 +160,14 @@ class Batches(Lender, BaseDataLoaderIter):
             if len(info) == 2:
                 return info[1]
             since = since or time.monotonic_ns()
-            made = self._await(since)
-            if made.batch == self._rcvd_idx or not self._turns.in_order:
-                self._meter.awaited(made.times, since, time.monotonic_ns())
-                return made
-            self._task_info[made.batch] = (self._task_info[made.batch][0], made)
+            ready_batch = self._await(since)
+            if ready_batch.batch == self._rcvd_idx or not self._turns.in_order:
+                self._meter.awaited(ready_batch.times, since, time.monotonic_ns())
+                return ready_batch
+            self._task_info[ready_batch.batch] = (
+                self._task_info[ready_batch.batch][0],
+                ready_batch,
+            )
 
     def _check_process(self) -> None:
         """Raise RuntimeError in a forked child: workers and sockets belong to its parent."""
@@ -174,7 +177,7 @@ class Batches(Lender, BaseDataLoaderIter):
                 f" forked process {os.getpid()}: create a new one with iter(loader)"
             )
 
-    def _delivered(self, made: Made) -> Any:
+    def _delivered(self, ready_batch: Made) -> Any:
         run, place = self._run, self._place
         if (reads := run.serving.reads) is not None:
             reads.done(run.skipped + self._rcvd_idx)
@@ -184,19 +187,19 @@ class Batches(Lender, BaseDataLoaderIter):
             elif self._ahead:
                 self._request()
         except BaseException:  # raised by the sampler: as in torch, this batch is lost
-            run.lost(made.batch)
-            place.discard(made)
+            run.lost(ready_batch.batch)
+            place.discard(ready_batch)
             raise
-        data = made.data if place.makes_now else place.open(made)
+        data = ready_batch.data if place.makes_now else place.open(ready_batch)
         if self._state.tolerance.wanted:
             self._note_bad()
         if isinstance(data, ExceptionWrapper):
-            run.lost(made.batch)
+            run.lost(ready_batch.batch)
             raise_failure(data)
-        if made.counts:
-            self._meter.add(made.counts)
-        run.deliver(self._rcvd_idx, made)
-        self._lent = made.lent
+        if ready_batch.counts:
+            self._meter.add(ready_batch.counts)
+        run.deliver(self._rcvd_idx, ready_batch)
+        self._lent = ready_batch.lent
         return data
 
     def _lose(self, idx: int) -> None:
@@ -280,7 +283,7 @@ class Batches(Lender, BaseDataLoaderIter):
         start = time.monotonic()
         while True:
             self._raise_if_dead()
-            look_s = min(LOOK_S, overdue.warns_after_s)
+            look_s = min(POLL_S, overdue.warns_after_s)
             left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else look_s
             event = place.next_event(max(left, 0.0))
             if isinstance(event, Made):

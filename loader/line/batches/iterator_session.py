@@ -38,7 +38,7 @@ class Recordings:
 
     def begin(self, followed: Sequence[Wrapped], unknown: Sequence[Wrapped]) -> None:
         """Begin an epoch."""
-        self.supposed = [(one, supposed(one)) for one in followed]
+        self.supposed = [(wrapped, supposed(wrapped)) for wrapped in followed]
         self._unknown = [*unknown]
 
     def newly_recorded(self) -> bool:
@@ -53,8 +53,8 @@ class Recordings:
 
     def changed(self, now_ns: int) -> bool:
         """Whether what a dataset is supposed to read is another list than before, or none."""
-        before = [(one, was) for one, was in self.supposed if recording(one)]
-        self.supposed = [(one, supposed(one)) for one, _ in before]
+        before = [(wrapped, was) for wrapped, was in self.supposed if recording(wrapped)]
+        self.supposed = [(wrapped, supposed(wrapped)) for wrapped, _ in before]
         if all(now is None for _, now in self.supposed):
             self._look_at = now_ns + _FOLLOW_NS
         pairs = zip(before, self.supposed, strict=True)

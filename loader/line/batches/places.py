@@ -77,11 +77,11 @@ class TrainerWaits(Waits):
             return
         self._warned = True
         absent = ids[session.table.offset[ids] == NOWHERE]
-        what = "it"
+        subject = "it"
         if len(absent):
-            what = public(self._binding.manifest.location(int(absent[0]))[0])
+            subject = public(self._binding.manifest.location(int(absent[0]))[0])
         then = f"up to {left_s:g} s more" if left_s > 0 else "then creel reads it directly"
-        text = f"no batch for {self._quiet_s:g} s: waiting for the daemon to read {what}; {then}"
+        text = f"no batch for {self._quiet_s:g} s: waiting for the daemon to read {subject}; {then}"
         warnings.warn(with_rank(text), StallWarning, stacklevel=2)
 
 
@@ -105,7 +105,7 @@ def place_of(
     others, options = state.other_ranks(loader), state.config.loader
     if (place := others.place(options.max_leased)) is not None:
         return place
-    pinning, counted = Pinning.of(it), state.observers.meter.made
+    pinning, counted = Pinning.of(it), state.observers.meter.count_batch
     if not ahead:
         maker = maker_in_process(loader, state, serving, pinning=pinning)
         it._dataset_fetcher = maker.fetcher  # type: ignore[attr-defined]  # noqa: SLF001  torch's
@@ -118,8 +118,8 @@ def place_of(
     if others.share or not copies:
         return _processes(it, loader, state, serving.binding, others.followers(ahead))
     frozen = None if serving.stream is None else serving.stream.binding.frozen()
-    how: Any = {"frozen": frozen, "as_worker": True, "pinning": pinning}
-    maker_of = partial(maker_in_process, loader, state, serving, **how)
+    maker_args: Any = {"frozen": frozen, "as_worker": True, "pinning": pinning}
+    maker_of = partial(maker_in_process, loader, state, serving, **maker_args)
     if not _is_large(loader, serving):
         return Here(maker_of(), serving, pinning, counted=counted, ahead=ahead)
     # Threads do not read directly: large objects fill fresh memory, so that would only cost CPU
@@ -167,12 +167,12 @@ def _processes(
     )
     context: Any = loader.multiprocessing_context or torch.multiprocessing
     spare, state.spare = state.spare, ()
-    how = context, args, loader.num_workers, options.max_leased, spare, followers
+    pool_args = context, args, loader.num_workers, options.max_leased, spare, followers
     if state.args.workers == "own":
-        return WorkerPool(*how)
+        return WorkerPool(*pool_args)
     cuts = followers is None and plain and reads_singly(loader.dataset)
     cuts = cuts and all(stage.in_parts for stage in stages)
-    return SharedPool(*how, cuts=cuts)
+    return SharedPool(*pool_args, cuts=cuts)
 
 
 def _waits(state: LoaderState, direct: DirectReads, binding: Binding | None) -> Waits:

@@ -59,8 +59,8 @@ class Position:
         """
         if not state:
             return
-        found: object = state
-        if not isinstance(found, Mapping) or "version" not in found:
+        saved: object = state
+        if not isinstance(saved, Mapping) or "version" not in saved:
             raise ConfigError("this is not a state_dict of a creel.DataLoader: start without it")
         if state["version"] != PROGRESS_VERSION:
             raise ConfigError(
@@ -93,7 +93,7 @@ def _numbers(leave_out: Iterable[int]) -> list[int]:
         ConfigError: they are no numbers from 0 on.
     """
     if isinstance(leave_out, Iterable):
-        numbers = [whole(one) for one in leave_out]
-        if all(one is not None and one >= 0 for one in numbers):
-            return [one for one in numbers if one is not None]
+        numbers = [whole(value) for value in leave_out]
+        if all(number is not None and number >= 0 for number in numbers):
+            return [number for number in numbers if number is not None]
     raise wrong("leave_out", leave_out, "numbers of batches, from 0 on")

@@ -38,42 +38,42 @@ class StreamSearch:
         """
         self._once = once
         self._open_stream: Callable[[], BatchStream | None] | None = open_stream
-        self._found: deque[BatchStream] = deque()
+        self._streams: deque[BatchStream] = deque()
         self.next_at = 0.0  # time.monotonic() of the next try
         self._until = time.monotonic() + _WAIT_S
-        self._looked = threading.Event()  # once, at least
+        self._polled = threading.Event()  # once, at least
         if not _thread.add(self):
-            self._looked.set()
+            self._polled.set()
 
     @property
     def over(self) -> bool:
         """Whether nothing is looked for any more."""
         return self._open_stream is None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look once; called in the thread."""
         open_stream = self._open_stream
         stream = None if open_stream is None else open_stream()
         self.next_at = time.monotonic() + _AGAIN_S
         if stream is not None:
-            self._found.append(stream)
+            self._streams.append(stream)
             if self.over:
                 self.leave()  # as the trainer's own call may have come before
         if stream is not None or self._once:
             self._open_stream = None
-        self._looked.set()
+        self._polled.set()
 
     def wait(self) -> int:
         """Wait until a daemon was found, or cannot be, for 1.5 s at most; return the ns."""
         began = time.monotonic_ns()
         _thread.go_on()
-        self._looked.wait(max(self._until - time.monotonic(), 0.0))
+        self._polled.wait(max(self._until - time.monotonic(), 0.0))
         return time.monotonic_ns() - began
 
     def take(self) -> BatchStream | None:
         """Return the session once there is one, and hand it over to the caller; else None."""
         try:
-            return self._found.popleft()
+            return self._streams.popleft()
         except IndexError:
             if not self.over:
                 _thread.go_on()
@@ -82,9 +82,9 @@ class StreamSearch:
     def leave(self) -> None:
         """End the search. What it refers to is freed now, not when the thread next looks."""
         self._open_stream = None
-        found = self.take()
-        if found is not None:
-            found.close()
+        stream = self.take()
+        if stream is not None:
+            stream.close()
         _thread.wake()
 
 

@@ -16,7 +16,7 @@ from creel.config import Config
 from creel.errors import ConfigError, CreelError
 from creel.loader.client.cluster.ranks import rank_and_world
 from creel.loader.client.connections import connected, start_daemon_early
-from creel.loader.data.binding.bind import Binding, Gather, bind, nothing
+from creel.loader.data.binding.bind import Binding, Gather, bind, empty_binding
 from creel.loader.data.binding.tree import declares, keepings_in, keeps_samples, wrapped_in
 from creel.loader.data.binding.wrapped import configure, holds_paths, lead, recording
 from creel.loader.data.buffers import BufferPool
@@ -87,10 +87,10 @@ class LoaderState:
             keeping.begin(self, self.config.loader.recheck, self.config.disk)
         if self.args.creel is False:
             return None
-        for one in wrapped_in(loader.dataset):
-            lead(one)
+        for wrapped in wrapped_in(loader.dataset):
+            lead(wrapped)
             if isinstance(self.args.creel, (dict, str)):
-                configure(one, self.config, self._origins)
+                configure(wrapped, self.config, self._origins)
         dataset, binding, _ = self._bound
         self._bound = (dataset, binding, keepings)
         return self.bound(loader)
@@ -98,7 +98,7 @@ class LoaderState:
     def bound(self, loader: DataLoader[Any]) -> Binding | None:
         """Return `binding` as it is by now, in the middle of an epoch."""
         dataset, binding, keepings = self._bound
-        if dataset is not loader.dataset or binding is None or not binding.still():
+        if dataset is not loader.dataset or binding is None or not binding.is_current():
             binding = _binding_of(loader.dataset)
         self._bound = (loader.dataset, binding, keepings)
         return binding
@@ -141,7 +141,7 @@ class LoaderState:
         """
         stream, self._stream = self._stream, None
         if stream is not None:
-            if stream.alive and stream.binding is (binding or nothing()):
+            if stream.alive and stream.binding is (binding or empty_binding()):
                 return stream
             stream.close()
         return None if binding is None or not wait else self.open(binding)
@@ -217,7 +217,7 @@ class LoaderState:
 
     def note_kept(self) -> None:
         """Set in the meter what the stores of decoded samples have; tell them what was read."""
-        stores = [one.store for one in self._bound[2] if one.store is not None]
+        stores = [keeping.store for keeping in self._bound[2] if keeping.store is not None]
         mine = [store for store in stores if store.counted_by(self)]
         meter = self.observers.meter
         by = "busy" if meter["busy_decode_ns"] else "stall"  # without workers training waits

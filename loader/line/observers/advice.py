@@ -53,9 +53,9 @@ def _say(text: str) -> None:
 def _shuffled(index_sampler: object) -> DistributedSampler[object] | None:
     """Return torch's own sampler whose order depends on its epoch; a subclass may count itself."""
     inner = attribute(index_sampler, "sampler")
-    for one in (index_sampler, inner):
-        if type(one) is DistributedSampler and one.shuffle:
-            return one
+    for sampler in (index_sampler, inner):
+        if type(sampler) is DistributedSampler and sampler.shuffle:
+            return sampler
     return None
 
 

@@ -34,8 +34,8 @@ class Returned:
     @classmethod
     def of(cls, loader: Any) -> Returned:
         """Return the one of a loader, which all its iterators share."""
-        found: Returned = loader.__dict__.setdefault("_creel_returned", cls())
-        return found
+        returned: Returned = loader.__dict__.setdefault("_creel_returned", cls())
+        return returned
 
     def numbers(self) -> NDArray[np.int64]:
         """Return the (n,) numbers, n = 0 before the first batch.
@@ -46,12 +46,12 @@ class Returned:
         if self.index is None:
             return np.empty(0, np.int64)
         try:
-            found = np.atleast_1d(np.asarray(self.index))
+            numbers = np.atleast_1d(np.asarray(self.index))
         except Exception as e:
             raise ConfigError(f"the samples of the last batch have no numbers: {e}") from e
-        if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
-            raise ConfigError(f"the samples of the last batch have no numbers: {found.dtype}")
-        return found.astype(np.int64)
+        if numbers.size and (numbers.ndim != 1 or numbers.dtype.kind not in "iu"):
+            raise ConfigError(f"the samples of the last batch have no numbers: {numbers.dtype}")
+        return numbers.astype(np.int64)
 
 
 class PulledIndices:
@@ -121,15 +121,14 @@ def recording_iterator(
     """Return what torch's `_get_iterator`, `make`, returns for a map-style dataset."""
     outer, _making.loader = getattr(_making, "loader", None), loader  # a sampler may use a loader
     try:
-        made: Any = make()
+        iterator: Any = make()
     finally:
         _making.loader = outer
-    sampler = made._index_sampler  # noqa: SLF001  torch's
+    sampler = iterator._index_sampler  # noqa: SLF001  torch's
     if isinstance(sampler, RecordingSampler):  # a subclass of the loader may choose the sampler
         # By weak reference: in a cycle it would keep its workers until Python's collector runs.
-        what = weakref.ref(made), sampler, returned
-        made._next_data = partial(_next_data, *what)  # noqa: SLF001  of this object only
-    return made  # type: ignore[no-any-return]  # torch's
+        iterator._next_data = partial(_next_data, weakref.ref(iterator), sampler, returned)  # noqa: SLF001  of this object only
+    return iterator  # type: ignore[no-any-return]  # torch's
 
 
 def _next_data(

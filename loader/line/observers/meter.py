@@ -33,7 +33,7 @@ class Meter(dict[str, int]):
         for cause, ns in zip(BATCH_CAUSES, divide(times, since, until), strict=True):
             self[f"stall_{cause}_ns"] += ns
 
-    def made(self, times: BatchTimes, counts: Mapping[str, int]) -> None:
+    def count_batch(self, times: BatchTimes, counts: Mapping[str, int]) -> None:
         """Count a batch that the trainer itself made, all of whose time it waited."""
         reading = times.collating - times.ready
         at_source = min(times.direct_ns, reading)

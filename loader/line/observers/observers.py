@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from creel.loader.line.observers.advice import Advice
 from creel.loader.line.observers.bad_sample_report import BadSampleReport
 from creel.loader.line.observers.meter import Meter
-from creel.loader.line.observers.own_files import OwnFiles
+from creel.loader.line.observers.unwrapped_files import OwnFiles
 
 if TYPE_CHECKING:
     from creel.loader.data.reading.bad_samples import Tolerance

@@ -51,8 +51,8 @@ class Awaited(NamedTuple):
         if self.absent:
             return "source", self.absent
         stages = [(reader, *reader.stage()) for reader in self.readers]
-        makers = [one for one in stages if one[2] == self.batch and one[1] != IDLE]
-        makers = makers or [one for one in stages if one[1] == READING]  # it is in the queue
+        makers = [stage for stage in stages if stage[2] == self.batch and stage[1] != IDLE]
+        makers = makers or [stage for stage in stages if stage[1] == READING]  # it is in the queue
         for reader, stage, _ in makers:
             wait = reader.waits()
             if stage == READING and wait.storage:
@@ -61,11 +61,11 @@ class Awaited(NamedTuple):
 
 
 class Overdue:
-    """The present wait of one iterator, which calls all but `look`.
+    """The present wait of one iterator, which calls all but `poll`.
 
     Attributes:
         since: when it began, monotonic ns; 0: the iterator does not wait.
-        told: which session knows of it; None: none does. If one does, the wait ends with `ends`.
+        reported_to: which session knows of it; None: none. If one does, the wait ends with `ends`.
         warns_after_s: the training script is warned of a wait of so many seconds.
     """
 
@@ -75,7 +75,7 @@ class Overdue:
         self._warned: object = None  # the batch of which `warn` has told
         self._awaited = weakref.WeakMethod(awaited)
         self.since, self.over, self.next_at = 0, False, 0.0  # the last two for `Watch`
-        self.told: BatchStream | None = None
+        self.reported_to: BatchStream | None = None
         self._counted = 0  # until when it was counted, ns
         #: ns by cause that were counted before the wait was over.
         self._ahead = dict.fromkeys(CAUSES, 0)
@@ -84,10 +84,10 @@ class Overdue:
     def ends(self) -> None:
         """End the wait: the batch is there, or will not come."""
         self.since = 0
-        if self.told is not None:
+        if self.reported_to is not None:
             with self._lock:
-                self.told.session.words.set_overdue(0)
-                self.told = None
+                self.reported_to.session.words.set_overdue(0)
+                self.reported_to = None
 
     def warn(self, batch: tuple[int, int], maker: str, waited_s: float) -> None:
         """Warn once of a batch, the second of (epoch's tag, number), that is awaited for long.
@@ -103,7 +103,7 @@ class Overdue:
         )
         warnings.warn(with_rank(text), StallWarning, stacklevel=4)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Count a wait that is too long, and tell the daemon of it; called by the thread."""
         self.next_at = time.monotonic() + _LOOK_S
         since, now = self.since, time.monotonic_ns()
@@ -118,9 +118,9 @@ class Overdue:
             return  # the wait may be for the daemon itself, which tells nobody of it now
         cause, path = awaited.cause()
         with self._lock:
-            self.told = stream
+            self.reported_to = stream
             if self.since != since:  # it has just ended
-                self.told = None
+                self.reported_to = None
                 return
             words = stream.session.words
             words.set_overdue(since, cause, path)

@@ -13,7 +13,7 @@ import weakref
 from contextlib import suppress
 from typing import Protocol
 
-from creel.system.forks import forget_in_child, join, pause_before_fork
+from creel.system.forks import join, pause_before_fork, reset_in_child
 
 _log = logging.getLogger("creel.loader")
 
@@ -32,7 +32,7 @@ class Watched(Protocol):
         """Whether to look no more."""
         ...
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look once, and set `next_at`; called by the thread."""
 
 
@@ -41,24 +41,24 @@ class Watch:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.forget()
-        forget_in_child(self)
+        self.reset_for_process()
+        reset_in_child(self)
         pause_before_fork(self)
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.RLock()  # reentrant: a finaliser may end an iterator
-        self._looks: list[weakref.ref[Watched]] = []
+        self._watched: list[weakref.ref[Watched]] = []
         self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._paused = False
 
-    def add(self, look: Watched) -> bool:
+    def add(self, subject: Watched) -> bool:
         """Look at this until it is `over`; return whether the thread runs."""
         with self._lock:
-            new = all(one() is not look for one in self._looks)
+            new = all(reference() is not subject for reference in self._watched)
             if new:
-                self._looks.append(weakref.ref(look))
+                self._watched.append(weakref.ref(subject))
             self._start()
         if new:
             self.wake()
@@ -91,7 +91,7 @@ class Watch:
             left_s = due.next_at - time.monotonic()
             if left_s <= 0:
                 try:
-                    due.look()
+                    due.poll()
                 except Exception:  # noqa: BLE001  the iterators go on meanwhile
                     _log.debug("%s has not looked", self._name, exc_info=True)
                     due.next_at = time.monotonic() + 1
@@ -103,12 +103,16 @@ class Watch:
     def _due(self) -> Watched | None:
         """Return what is to be looked at next; None, which ends the thread, if there is nothing."""
         with self._lock:
-            looks = [look for one in self._looks if (look := one()) is not None and not look.over]
-            self._looks = [weakref.ref(look) for look in looks]
-            if self._paused or not looks:
+            watched = [
+                subject
+                for reference in self._watched
+                if (subject := reference()) is not None and not subject.over
+            ]
+            self._watched = [weakref.ref(subject) for subject in watched]
+            if self._paused or not watched:
                 self._thread = None
                 return None
-            return min(looks, key=lambda look: look.next_at)
+            return min(watched, key=lambda subject: subject.next_at)
 
     def pause(self) -> None:
         """End the thread before a fork; `add` and `go_on` start it again."""

@@ -79,7 +79,7 @@ def keep(loader: object, args: LoaderArgs, base: type) -> None:
     state["_creel_args"] = args
     for name in LoaderArgs._fields:
         value, passed = getattr(args, name), getattr(args, name) is not getattr(DEFAULTS, name)
-        holder = next(one for one in type(loader).__mro__ if name in vars(one))
+        holder = next(base for base in type(loader).__mro__ if name in vars(base))
         if name in state or (holder is not base and passed):
             take_name(loader, name)
         elif passed:

@@ -39,8 +39,8 @@ class Distributed(Derived):
         super().__init__(order)
         self._epoch, self._rank = epoch, sampler.rank
         n, world = order.total, sampler.num_replicas
-        rest = each_of(n - offset, world, drop_last=sampler.drop_last)
-        self.total = rest if offset else sampler.num_samples
+        remaining = each_of(n - offset, world, drop_last=sampler.drop_last)
+        self.total = remaining if offset else sampler.num_samples
         self._dealing = Dealing(n, world, self.total, offset, exchange)
         self.spread = world
         self.key = ("dealt", order.key, self._rank, self._dealing)
@@ -116,21 +116,21 @@ class Without(Derived):
     def items(self, start: int, stop: int) -> Items:
         if start >= stop:
             return self._order.items(0, 0)
-        batch, rest = np.divmod(np.arange(start, stop), self._each)
-        places = in_whole(batch, self._gone) * self._each + rest
+        batch, remainder = np.divmod(np.arange(start, stop), self._each)
+        places = in_whole(batch, self._gone) * self._each + remainder
         first = int(places[0])
-        found = self._order.items(first, int(places[-1]) + 1)
-        if isinstance(found, np.ndarray):
-            return found[places - first]
-        return [found[i] for i in (places - first).tolist()]
+        items = self._order.items(first, int(places[-1]) + 1)
+        if isinstance(items, np.ndarray):
+            return items[places - first]
+        return [items[i] for i in (places - first).tolist()]
 
     def state(self) -> StreamState:
         return {**self._order.state(), "without": self._gone.tolist(), "each": self._each}
 
     def in_epoch(self, item: int) -> int:
-        batch, rest = divmod(item, self._each)
+        batch, remainder = divmod(item, self._each)
         whole = int(in_whole(np.array([batch]), self._gone)[0])
-        return self._order.in_epoch(whole * self._each + rest)
+        return self._order.in_epoch(whole * self._each + remainder)
 
     def of_all_ranks(self, start: int, stop: int) -> Items:
         return self._order.of_all_ranks(start, stop)

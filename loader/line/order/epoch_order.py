@@ -37,7 +37,7 @@ from torch.utils.data import (
 )
 
 from creel.loader.line.order.custom.sampler_copy import SamplerCopy
-from creel.loader.line.order.custom.sampler_state import OwnState, own_states
+from creel.loader.line.order.custom.sampler_state import SamplerState, sampler_states
 from creel.loader.line.order.epoch_plan import EpochPlan
 from creel.loader.line.order.generators import encode_state, state_of
 from creel.loader.line.order.streams import StreamState
@@ -56,7 +56,7 @@ class OrderState(TypedDict, total=False):
     before: int  # CRC-32 of the global generator's state before the epoch's first draw
     stream: StreamState
     loader_rng: str  # state of the loader's generator after the base seed
-    own: list[OwnState]  # of custom samplers, before the epoch; after it if it is over
+    own: list[SamplerState]  # of custom samplers, before the epoch; after it if it is over
     inner_rng: str  # of torch's sampler inside a custom one; state of its generator
 
 
@@ -84,7 +84,7 @@ class StateBefore(NamedTuple):
     """The state before torch's iterator begins an epoch; see `samplers.before`."""
 
     rng: bytes  # state of the global generator
-    own: list[OwnState]
+    own: list[SamplerState]
     copied: SamplerCopy | None = None  # of a custom sampler that may be run ahead
 
 
@@ -164,7 +164,7 @@ class EpochOrder:
             self._encoded_rng = self._encoded_rng or encode_state(self._loader_rng)
             state["loader_rng"] = self._encoded_rng
         if self._own:
-            state["own"] = own_states(self._sampler) if over else self._own
+            state["own"] = sampler_states(self._sampler) if over else self._own
         return state
 
     def state_after(self, batches: int, *, over: bool) -> OrderState:  # noqa: ARG002  paced orders
@@ -263,14 +263,14 @@ def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
 
     With a combinator: that inside.
     """
-    found = _iterated(loader)
-    return found.batches if isinstance(found, OrderCombinator) else found
+    sampler = _iterated(loader)
+    return sampler.batches if isinstance(sampler, OrderCombinator) else sampler
 
 
 def combinator_of(loader: DataLoader[object]) -> OrderCombinator | None:
     """Return what changes the loader's batches; None if nothing does."""
-    found = _iterated(loader)
-    return found if isinstance(found, OrderCombinator) and found.changes else None
+    sampler = _iterated(loader)
+    return sampler if isinstance(sampler, OrderCombinator) and sampler.changes else None
 
 
 def _iterated(loader: DataLoader[object]) -> Iterable[object]:

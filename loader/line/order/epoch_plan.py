@@ -51,8 +51,8 @@ def run_to_end(items: Iterable[object], deadline: float = math.inf) -> Predicted
         starts.append(len(indices))
         if count % 256 == 0 and (time.monotonic() > deadline or len(indices) > LIMIT):
             return None
-    found = indices_of(np.array(indices, dtype=np.int64))
-    return PredictedEpoch(Division(starts=np.array(starts, dtype=np.int64)), FromArray(found))
+    array = indices_of(np.array(indices, dtype=np.int64))
+    return PredictedEpoch(Division(starts=np.array(starts, dtype=np.int64)), FromArray(array))
 
 
 class EpochPlan:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from creel.policies.order import torch_random
-from creel.system.forks import forget_in_child, join_before_fork
+from creel.system.forks import join_before_fork, reset_in_child
 
 #: Smaller permutations are drawn at once: torch takes less than a millisecond.
 _SMALL_DRAW = 1 << 17
@@ -76,9 +76,9 @@ def seeded(seed: int) -> torch.Generator:
 
 def clone(generator: torch.Generator) -> torch.Generator:
     """Return an independent generator in the same state."""
-    made = torch.Generator(device=generator.device)
-    made.set_state(generator.get_state())
-    return made
+    duplicate = torch.Generator(device=generator.device)
+    duplicate.set_state(generator.get_state())
+    return duplicate
 
 
 def state_of(generator: torch.Generator) -> bytes:
@@ -107,10 +107,10 @@ class Permutation:
         self._start = start
         self._after: bytes | None = None  # the generator's state after the draw
         self._whole: NDArray[np.int32] | None = None
-        self.forget()
-        forget_in_child(self)
+        self.reset_for_process()
+        reset_in_child(self)
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Create the state of one process: after a fork, threads are gone and locks may be held."""
         self._whole_lock = threading.Lock()
         self._head_lock = threading.Lock()
@@ -199,9 +199,9 @@ _held: WeakValueDictionary[tuple[int, bytes], Permutation] = WeakValueDictionary
 def permutation(n: int, generator: torch.Generator) -> Permutation:
     """Return the permutation `generator` would draw now; its `leave` advances the generator."""
     key = (n, state_of(generator))
-    found = _held.get(key)
-    if found is None:
-        found = _held.setdefault(key, Permutation(*key))
+    order = _held.get(key)
+    if order is None:
+        order = _held.setdefault(key, Permutation(*key))
     if n < _SMALL_DRAW or n >= torch_random.SHUFFLE_LIMIT:
-        found.whole()
-    return found
+        order.whole()
+    return order

@@ -29,7 +29,7 @@ from creel.loader.line.order.streams import Derived, Items, SamplerStream, indic
 from creel.policies.arrays import Ints
 from creel.policies.cluster.job_order import JobOrder, JobReplays
 from creel.policies.order.division import Division
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.replay_passes import Passes
 
 _log = logging.getLogger("creel.loader")
 
@@ -135,14 +135,16 @@ class RehearsedBatches(OrderCombinator):
 
     def begin(self, start: EpochStart | None = None) -> Replays:
         """Begin an epoch; None: the next one."""
-        found = self.at(start or self.next)
-        found.steps = self.steps
-        self.next = found.start._replace(step=found.start.step + found.steps)
-        rows, there = found.passes.step_rows, found.passes.kept
+        epoch_batches = self.at(start or self.next)
+        epoch_batches.steps = self.steps
+        self.next = epoch_batches.start._replace(
+            step=epoch_batches.start.step + epoch_batches.steps
+        )
+        rows, there = epoch_batches.passes.step_rows, epoch_batches.passes.kept
         if rows > there > 0 and self.digest not in _small:
             _small.add(self.digest)
             _log.warning("a step replays %d rows of a memory of %d: it repeats them", rows, there)
-        return found
+        return epoch_batches
 
     def at(self, start: EpochStart) -> Replays:
         """Return the rows of an epoch that begins there.
@@ -216,8 +218,8 @@ class RehearsedBatches(OrderCombinator):
 
 def rehearsed_batches(loader: DataLoader[Any]) -> RehearsedBatches | None:
     """Return what adds rows of a memory to the loader's batches; None if nothing does."""
-    found = combinator_of(loader)
-    return found if isinstance(found, RehearsedBatches) else None
+    sampler = combinator_of(loader)
+    return sampler if isinstance(sampler, RehearsedBatches) else None
 
 
 class RehearsedOrder(CombinedOrder):
@@ -335,8 +337,11 @@ class WithReplays(Derived):
         if start >= stop:
             return np.empty(0, np.int32)
         first, last = self.division.within(start), self.division.within(stop - 1) + 1
-        bounds = self._of_new.start(first), min(self._of_new.start(last), self._new_total)
-        new = indices_of(self._order.items(*bounds))
+        new = indices_of(
+            self._order.items(
+                self._of_new.start(first), min(self._of_new.start(last), self._new_total)
+            )
+        )
         ends = self._of_new.ends(first, last, len(new))
         each, steps = self._replays.passes.each, np.arange(max(first, self._bare), last)
         numbers = [step_in_epoch(self._order, self._of_new, k) for k in steps.tolist()]

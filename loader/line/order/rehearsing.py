@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from creel.loader.line.order.generators import Permutation, permutation, seeded
 from creel.policies.arrays import Ints, unique
-from creel.policies.rehearsal.content import Offered, mixed
 from creel.policies.rehearsal.growth import Growth
-from creel.policies.rehearsal.passes import Passes
+from creel.policies.rehearsal.memory_rows import Offered, mixed
+from creel.policies.rehearsal.replay_passes import Passes
 
 #: Returns the new samples of all ranks in steps [start, stop) of an epoch.
 NewItems: TypeAlias = "Callable[[int, int], NDArray[np.integer]]"
@@ -113,9 +113,9 @@ class Replays:
         blocks, inside = np.divmod(steps, self.growth.every)
         for block in unique(blocks):
             mine = blocks == block
-            found = self._block(int(block), self.growth)
-            places = found.passes.to_rank(self._rank, inside[mine], self._head(found.passes))
-            rows[mine] = np.sort(found.numbers[places], axis=1)  # the memory's rows come last
+            memory = self._block(int(block), self.growth)
+            places = memory.passes.to_rank(self._rank, inside[mine], self._head(memory.passes))
+            rows[mine] = np.sort(memory.numbers[places], axis=1)  # the memory's rows come last
         return rows
 
     def joined(self, batch: Any, step: int) -> Any:

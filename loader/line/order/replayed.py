@@ -86,6 +86,7 @@ class ReplayedOrder(EpochOrder):
         """
         super().__init__(loader, begun)
         self._exchange = exchange
+        #: torch's BatchSampler; None: the loader has none.
         self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
         self.inner = inner_of(self._sampler)  # the sampler that draws
         self._given, self._redraw = given, redraw
@@ -95,6 +96,7 @@ class ReplayedOrder(EpochOrder):
         self._division = Division()  # of its items, in steps
         self._at = 0  # next item
         self._piece = _ItemPiece([], 0, 0)  # the items that are converted
+        #: Items of the next piece.
         self._piece_size = _FIRST_PIECE
         self._stride = 1  # increment of DistributedSampler.epoch per epoch
         before = None if previous is None else previous.innermost
@@ -117,7 +119,9 @@ class ReplayedOrder(EpochOrder):
         stream, at = self._open(), self._division.start
         if self._batcher is not None:
             return indices_of(stream.of_all_ranks(at(start), at(stop)))
-        return np.array([i for one in list[Any](stream.items(start, stop)) for i in one], np.int64)
+        return np.array(
+            [i for group in list[Any](stream.items(start, stop)) for i in group], np.int64
+        )
 
     def step(self, batch: int) -> int:
         """Return the number of a batch in the whole epoch, once it is open."""
@@ -195,10 +199,10 @@ class ReplayedOrder(EpochOrder):
                 sampler.epoch = stream.state()["epoch"] + self._stride
             stream = open_stream(sampler, shadow, None, self._exchange)
         if self._batcher is None and is_sequence(sampler):  # its items may be batches
-            found = run_to_end(sampler)  # type: ignore[arg-type]  # a sequence
-            if found is None:
+            predicted = run_to_end(sampler)  # type: ignore[arg-type]  # a sequence
+            if predicted is None:
                 raise ValueError("the sequence is too long to predict")
-            return found
+            return predicted
         return PredictedEpoch(division, stream)
 
     def epochs_to(self, sampler: object) -> int:

@@ -34,7 +34,7 @@ from creel.loader.line.order.custom.orders import (
     inner_generator,
 )
 from creel.loader.line.order.custom.sampler_copy import SamplerCopy
-from creel.loader.line.order.custom.sampler_state import load_own, own_states
+from creel.loader.line.order.custom.sampler_state import load_sampler_states, sampler_states
 from creel.loader.line.order.derived import in_whole
 from creel.loader.line.order.epoch_order import (
     EpochOrder,
@@ -81,7 +81,7 @@ def before(
         copied = None if previous is None else previous.copied
         if copied is None or not copied.given_up:
             copied = SamplerCopy(loader, sampler, kind_of(sampler))
-    return StateBefore(rng, own_states(sampler), copied)
+    return StateBefore(rng, sampler_states(sampler), copied)
 
 
 def resume(
@@ -108,7 +108,7 @@ def resume(
         ConfigError: as `take_over`.
     """
     _check_kind(loader, state)
-    load_own(index_sampler(loader), state.get("own", []))
+    load_sampler_states(index_sampler(loader), state.get("own", []))
     combinator = combinator_of(loader)
     if combinator is not None:
         combinator.resume(state)

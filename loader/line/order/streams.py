@@ -59,14 +59,14 @@ def indices_of(items: object) -> NDArray[np.int32]:
     Raises:
         ValueError: it is not flat, contains a non-integer, or one does not fit.
     """
-    found = np.asarray(items)
-    if found.size == 0:
+    indices = np.asarray(items)
+    if indices.size == 0:
         return np.empty(0, dtype=np.int32)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(f"not indices: {found.ndim} dimensions of {found.dtype}")
-    if found.min() < 0 or found.max() > np.iinfo(np.int32).max:
+    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        raise ValueError(f"not indices: {indices.ndim} dimensions of {indices.dtype}")
+    if indices.min() < 0 or indices.max() > np.iinfo(np.int32).max:
         raise ValueError("an index is negative or above 2**31 - 1")
-    return found.astype(np.int32, copy=False)
+    return indices.astype(np.int32, copy=False)
 
 
 class SamplerStream:
@@ -101,9 +101,9 @@ class SamplerStream:
 
     def fork(self, source: RandomSource) -> SamplerStream:
         """Return a copy of the stream at the same point that draws from `source` from now on."""
-        made = copy.copy(self)
-        made._rebase(source)  # noqa: SLF001  its own
-        return made
+        twin = copy.copy(self)
+        twin._rebase(source)  # noqa: SLF001  its own
+        return twin
 
     def state(self) -> StreamState:
         """Return what `open_stream` needs to reopen this stream in another process."""

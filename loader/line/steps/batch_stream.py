@@ -29,7 +29,7 @@ from creel.loader.client.cluster.join import join_cluster
 from creel.loader.client.cluster.ranks import job_name, rank_and_world
 from creel.loader.client.connections import open_session, running_client
 from creel.loader.client.session import SAMPLES, Session
-from creel.loader.data.binding.bind import nothing
+from creel.loader.data.binding.bind import empty_binding
 from creel.loader.data.reading.bad_samples import printable
 from creel.loader.data.rehearsed import numbers_of
 from creel.loader.line.steps.publish import PlanPublisher, PublishedEpoch
@@ -54,13 +54,13 @@ class BatchStream:
         self.ticket: Ticket = (name, session.token, session.id)
         self._dealt = -1  # last epoch whose dealing the cluster knows
         # Whether the daemon should know, and knows, all that an extended order may read.
-        self._asked = self._told = False
+        self._asked = self._informed = False
         # Weak: a cycle would keep the session's mappings until Python's cyclic collector runs.
         deal = weakref.WeakMethod(self._deal)
         self._publisher = PlanPublisher(
             session,
             binding.objects,
-            lambda epoch: (found := deal()) and found(epoch),
+            lambda epoch: (method := deal()) and method(epoch),
             allowed=binding.allowed,
             thread_safe=binding.thread_safe,
         )
@@ -209,7 +209,7 @@ class BatchStream:
     @property
     def _untold(self) -> bool:
         """Whether the daemon does not know yet all that an extended order may read."""
-        return self._order is not None and self._order.extended and not self._told
+        return self._order is not None and self._order.extended and not self._informed
 
     def _tell_samples(self, *, at_once: bool) -> bool:
         """Tell the daemon all that the job may read in later epochs, so that all else leaves first.
@@ -222,10 +222,10 @@ class BatchStream:
             samples = numbers_of(self.binding.dataset)
             if wait and samples > SAMPLES:
                 return False
-            self._told = True
-            among = self.binding.of_samples(samples)
-            if among is not None:
-                self.session.tell_samples(among, rehearsed=True)
+            self._informed = True
+            object_of = self.binding.of_samples(samples)
+            if object_of is not None:
+                self.session.tell_samples(object_of, rehearsed=True)
         except Exception:  # noqa: BLE001  the user's code may run here; a read reports its errors
             _log.debug("the objects of all samples cannot be determined", exc_info=True)
         return True
@@ -290,12 +290,12 @@ class BatchStream:
             return ""
         return printable(public(self.binding.manifest.location(int(absent[0]))[0]))
 
-    def _tell(self, what: str, **args: Any) -> None:
+    def _tell(self, command: str, **args: Any) -> None:
         """Have the daemon note something of this session; it is no loss if it does not."""
         try:
-            self.session.client.ask(what, timeout_s=1.0, session=self.session.id, **args)
+            self.session.client.ask(command, timeout_s=1.0, session=self.session.id, **args)
         except (ConfigError, UnavailableError):
-            _log.debug("the daemon did not note %s", what, exc_info=True)
+            _log.debug("the daemon did not note %s", command, exc_info=True)
 
     def close(self) -> None:
         self._publisher.cancel()
@@ -323,7 +323,7 @@ def open_counting_stream(config: Config) -> BatchStream | None:
     client = running_client(config)
     if client is None:
         return None
-    (rank, world), binding = rank_and_world(), nothing()
+    (rank, world), binding = rank_and_world(), empty_binding()
     try:
         session = client.open_manifest(binding.manifest, job_name(), rank, world, recheck="never")
     except (UnavailableError, OSError):
@@ -343,13 +343,13 @@ def try_predict(order: EpochOrder, epochs: int) -> EpochPlan | None:
 def samples_of(pulled: object) -> NDArray[np.int64] | None:
     """Return the (n,) samples of a sampler's item: an index or a flat group of them; else None."""
     try:
-        found = np.atleast_1d(np.asarray(pulled))
+        numbers = np.atleast_1d(np.asarray(pulled))
     except Exception:  # noqa: BLE001  numpy raises anything if it cannot convert it
         return None
-    if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found):
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or not len(numbers):
         return None
-    found = found.astype(np.int64)
-    return None if found.min() < 0 else found
+    numbers = numbers.astype(np.int64)
+    return None if numbers.min() < 0 else numbers
 
 
 def samples_in(pulled: object) -> int:

@@ -40,7 +40,7 @@ from creel.loader.line.steps.held_rows import HeldRows
 from creel.loader.line.steps.page_window import MappedBatch, PageWindow, Warmth
 from creel.settings import WindowSettings
 from creel.system import limits
-from creel.system.forks import forget_in_child, join, pause_before_fork
+from creel.system.forks import join, pause_before_fork, reset_in_child
 from creel.units import format_size
 
 _log = logging.getLogger("creel.loader")
@@ -51,7 +51,7 @@ _IN_FLIGHT = 128
 #: they are used would be read twice.
 _MEMORY_SHARE = 0.5
 _warned: set[str] = set()  # kinds of datasets of which nothing is read ahead
-_told: set[str] = set()  # kinds of datasets whose files are larger than memory
+_too_large: set[str] = set()  # kinds of datasets whose files are larger than memory
 
 
 class Lookup(NamedTuple):
@@ -73,12 +73,12 @@ class MappedPages:
 
     def __init__(self, window: WindowSettings) -> None:
         self._window = PageWindow(window)
-        self.forget()
-        forget_in_child(self)
+        self.reset_for_process()
+        reset_in_child(self)
         pause_before_fork(self)
         _all.add(self)
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Read nothing ahead, as after a fork in the child."""
         self._files = PageFiles()  # the child closes what it has inherited
         self._reset()
@@ -304,9 +304,9 @@ def _tell_of_memory(kind: str, nbytes: int, available: int) -> None:
     LRU over shuffled epochs: two uses of a sample are apart by u v of all samples beyond what
     memory lacks, where u and v are uniform in [0, 1].
     """
-    if kind in _told:
+    if kind in _too_large:
         return
-    _told.add(kind)
+    _too_large.add(kind)
     share = available / nbytes
     lack = 1 - share
     again = share + (lack * math.log(lack) if lack < 1 else 0.0)

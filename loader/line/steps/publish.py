@@ -58,7 +58,7 @@ from creel.cache.memory.shared_words import KNOWN
 from creel.loader.client.claim import Claim
 from creel.loader.client.session import Session
 from creel.loader.line.order.epoch_plan import EpochPlan, same_batch
-from creel.system.forks import forget_in_child, join, pause_before_fork
+from creel.system.forks import join, pause_before_fork, reset_in_child
 
 _log = logging.getLogger("creel.loader")
 
@@ -145,7 +145,7 @@ class PublishedEpoch:
         self.known = skip
         self.total = sys.maxsize
         self.pieces: list[PlanPiece] = []
-        self._found: PlanPiece | None = None
+        self._latest: PlanPiece | None = None
 
     @property
     def complete(self) -> bool:
@@ -164,7 +164,7 @@ class PublishedEpoch:
 
     def claim_of(self, i: int, index: object) -> Claim | None:
         """Return the claim of batch i if it is published with exactly these samples, else None."""
-        piece = self._found  # mostly the same piece as last time
+        piece = self._latest  # mostly the same piece as last time
         if piece is None or not piece.first <= i < piece.last:
             piece = self._piece(i)
         if piece is None or i >= piece.last:
@@ -186,7 +186,7 @@ class PublishedEpoch:
     def leave_plan(self, i: int) -> None:
         """Drop the plan from batch i on, where it differs from the batches pulled."""
         self.planned = False
-        self.total, self._found = i, None
+        self.total, self._latest = i, None
         kept = self.pieces[: self._at(i - 1) + 1]
         self.pieces = [piece.part(piece.first, min(i, piece.last)) for piece in kept]
 
@@ -196,8 +196,8 @@ class PublishedEpoch:
     def _piece(self, i: int) -> PlanPiece | None:
         """Return the last piece that begins at or below batch i."""
         at = self._at(i)
-        found = self._found = self.pieces[at] if at >= 0 else None
-        return found
+        piece = self._latest = self.pieces[at] if at >= 0 else None
+        return piece
 
 
 class PlanPublisher:
@@ -238,11 +238,11 @@ class PlanPublisher:
         self._held: list[tuple[int, PlanPiece, bool]] = []
         self._small = False  # whether the current epoch is published at once
         self._end = 0  # the next step to publish
-        self.forget()
-        forget_in_child(self)
+        self.reset_for_process()
+        reset_in_child(self)
         pause_before_fork(self)
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Create the state that belongs to one process: a forked child publishes nothing."""
         # Reentrant: a finaliser may end an epoch while this thread holds it.
         self._lock = threading.RLock()
@@ -332,11 +332,11 @@ class PlanPublisher:
     def cancel(self, step: int = sys.maxsize) -> None:
         """Publish nothing more, and cancel the published steps from `step` on."""
         if not self._lock.acquire(timeout=LOCKED_S):
-            self._session.forget()
+            self._session.reset_for_process()
             return
         try:
             self._drop()
-            self._held = [one for one in self._held if one[1].step < step]
+            self._held = [entry for entry in self._held if entry[1].step < step]
             if step < self._end:
                 self._end = step
                 self._session.truncate(step)
@@ -419,8 +419,9 @@ class PlanPublisher:
         """Send all pieces, unless they wait for proof; False if the daemon is lost."""
         while self._held and (self._allowed() or 0) >= 0:
             epoch, piece, unplanned = self._held.pop(0)
-            steps = epoch, piece.step, piece.objects, piece.stops
-            if not self._session.extend(*steps, unplanned=unplanned):
+            if not self._session.extend(
+                epoch, piece.step, piece.objects, piece.stops, unplanned=unplanned
+            ):
                 self._held.clear()
                 self._drop()
                 return False

@@ -159,9 +159,9 @@ def _settled(topic: Topic, store: Any, decision: Decision) -> Decision:
     while True:
         old = _get(store, topic.key("decision")) or b""
         if old:
-            found = _DECISION.decode(old)
-            if found.call == decision.call:
-                return found
+            agreed = _DECISION.decode(old)
+            if agreed.call == decision.call:
+                return agreed
         store.compare_set(topic.key("decision"), old, new)
 
 

@@ -57,7 +57,7 @@ def group_of(replicate: Any) -> tuple[int, ...]:
         first = rank - rank % replicate
         ranks = tuple(range(first, first + replicate))
     elif isinstance(mesh, torch.Tensor):
-        ranks = tuple(int(one) for one in mesh.flatten())
+        ranks = tuple(int(rank) for rank in mesh.flatten())
     else:
         ranks = tuple(torch.distributed.get_process_group_ranks(replicate))
     if rank not in ranks:
@@ -169,10 +169,10 @@ def _accepted(listener: socket.socket, names: set[str]) -> Sequence[Channel]:
     Raises:
         ConfigError: one has not connected.
     """
-    found: dict[str, socket.socket] = {}
+    connections: dict[str, socket.socket] = {}
     until = time.monotonic() + _CONNECT_S
     try:
-        while found.keys() != names:
+        while connections.keys() != names:
             listener.settimeout(max(until - time.monotonic(), 0.001))
             connection, _ = listener.accept()
             try:
@@ -183,14 +183,14 @@ def _accepted(listener: socket.socket, names: set[str]) -> Sequence[Channel]:
             except OSError:
                 name = ""
             if name in names:
-                found[name] = connection
+                connections[name] = connection
             else:  # another process that found the address in /proc/net/unix
                 connection.close()
     except OSError as e:
-        for connection in found.values():
+        for connection in connections.values():
             connection.close()
         raise ConfigError(f"replicate: a rank of this node has not connected: {e}") from e
-    return [Channel(connection) for connection in found.values()]
+    return [Channel(connection) for connection in connections.values()]
 
 
 def _check_user(connection: socket.socket) -> None:

@@ -19,7 +19,7 @@ from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import Inbox
 from creel.loader.making.transport.channel import Channel
 from creel.system.fd_packets import close_all
-from creel.system.forks import forget_in_child
+from creel.system.forks import reset_in_child
 
 if TYPE_CHECKING:
     from creel.loader.making.places.place import Slots
@@ -48,7 +48,7 @@ class Follower(OtherRanks):
         self._closing = False
         self._arrived: dict[int, deque[Arrived]] = {}  # by iterator
         self._lock = threading.Lock()  # several iterators may have pinning threads
-        forget_in_child(self)
+        reset_in_child(self)
 
     def place(self, max_leased: int) -> ReplicaPool:
         """Return where the batches of an iterator come from."""
@@ -129,7 +129,7 @@ class Follower(OtherRanks):
                 close_all(fds)
         self._channel.close()
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Close the copy of the connection in a forked child."""
         self._channel.abandon()
 
@@ -158,7 +158,7 @@ class ReplicaPool(BatchPlace):
         freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]
         taken, self._taken = self._taken, 0
         if taken:
-            self._follower.took(self._number, taken, tuple(one for one in freed if one[1]))
+            self._follower.took(self._number, taken, tuple(entry for entry in freed if entry[1]))
 
     def receive(self, timeout_s: float) -> Event | None:
         try:

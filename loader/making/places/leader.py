@@ -31,7 +31,7 @@ from creel.loader.making.transport.batch_message import BatchMessage, Outbox
 from creel.loader.making.transport.channel import Channel
 from creel.loader.making.workers.worker import portable
 from creel.loader.torch_private import ExceptionWrapper
-from creel.system.forks import forget_in_child
+from creel.system.forks import reset_in_child
 
 if TYPE_CHECKING:
     from creel.loader.client.session import Session
@@ -73,10 +73,10 @@ def checksum(index: object) -> int:
     True
     """
     try:
-        found = np.asarray(index)
+        array = np.asarray(index)
     except Exception:  # noqa: BLE001  numpy raises anything if it cannot convert it
         return 0
-    return zlib.crc32(found.astype(np.int64).tobytes()) if found.dtype.kind in "iu" else 0
+    return zlib.crc32(array.astype(np.int64).tobytes()) if array.dtype.kind in "iu" else 0
 
 
 class Leader(OtherRanks):
@@ -92,7 +92,7 @@ class Leader(OtherRanks):
         self._sent: dict[int, SentBatches] = {}
         self._count = 0
         self._closing = False
-        forget_in_child(self)
+        reset_in_child(self)
 
     def followers(self, ahead: int) -> SentBatches:
         """Begin an iterator that makes up to `ahead` batches ahead of use."""
@@ -135,7 +135,7 @@ class Leader(OtherRanks):
             _log.info("a follower gets no more batches from this rank: %s", why)
             channel.close()
         for sent in self._sent.values():
-            sent.forget(number)
+            sent.remove(number)
 
     def end(self, iterator: int) -> None:
         if self._sent.pop(iterator, None) is None:
@@ -152,7 +152,7 @@ class Leader(OtherRanks):
         while self._followers and not self._sent:
             self._followers.popitem()[1].close()
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Close the copies of the connections in a forked child."""
         for channel in self._followers.values():
             channel.abandon()
@@ -210,7 +210,7 @@ class SentBatches:
         for worker, ids in slots:
             self._give_back(follower, worker, ids)
 
-    def forget(self, follower: int) -> None:
+    def remove(self, follower: int) -> None:
         """Take back all slots of a follower."""
         for (worker, slot), holders in list(self._holders.items()):
             if follower in holders:

@@ -109,13 +109,13 @@ class BatchPlace(ABC):
         """Return the next event; None on timeout. A worker's death comes after all its results."""
         return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
 
-    def open(self, made: Made) -> object:
+    def open(self, batch: Made) -> object:
         """Return the batch itself, or an ExceptionWrapper if the worker failed."""
-        return made.unpacked()
+        return batch.unpacked()
 
-    def discard(self, made: Made) -> None:
+    def discard(self, batch: Made) -> None:
         """Give back the slots of an unwanted batch."""
-        made.drop()
+        batch.drop()
 
     # --- who makes them -----------------------------------------------------------------------
 

@@ -391,7 +391,7 @@ def until_forked(*channels: Channel) -> None:
     _ends.update(channels)
 
 
-def _forget_inherited() -> None:
+def _abandon_inherited() -> None:
     """Close the parent's ends in a forked child, so that workers notice if the parent dies."""
     for channel in list(_ends):
         channel.abandon()
@@ -404,6 +404,6 @@ def _close_all() -> None:
         pool.close()
 
 
-at_fork(after_in_child=_forget_inherited)
+at_fork(after_in_child=_abandon_inherited)
 # atexit runs this before multiprocessing's handler, registered earlier, which waits without limit.
 atexit.register(_close_all)

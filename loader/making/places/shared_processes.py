@@ -123,15 +123,15 @@ class SharedPool(WorkerPool):
                 self._post(member, ("freed", freed))
         whole = "any", self._orders, task.message()
         cuttable = type(task.index) in {list, tuple, np.ndarray}  # a subclass slices in its own way
-        made = _OpenTask(whole, {WHOLE: whole}, rows=len(task.index) if cuttable else 1)
-        count = self._parts(made.rows, task.batch)
+        open_task = _OpenTask(whole, {WHOLE: whole}, rows=len(task.index) if cuttable else 1)
+        count = self._parts(open_task.rows, task.batch)
         if count > 1:
             cut = enumerate(_cut(task, count))
-            made.messages = {part: ("any", self._orders, message) for part, message in cut}
+            open_task.messages = {part: ("any", self._orders, message) for part, message in cut}
         key = task.tag, task.batch
-        self._open[key] = made  # first, as another thread may receive it
+        self._open[key] = open_task  # first, as another thread may receive it
         try:
-            for message in made.messages.values():
+            for message in open_task.messages.values():
                 self._tasks.post(message)
         except BaseException:
             self._open.pop(key, None)
@@ -163,14 +163,14 @@ class SharedPool(WorkerPool):
     def _take_part(self, worker: int, message: tuple[object, ...], fds: list[int]) -> None:
         match message:
             case ("part", int(tag), int(batch), int(part), sent, BatchTimes() as times, _, kind):
-                found = _MadePart(None, times, "")
+                arrival = _MadePart(None, times, "")
                 if isinstance(sent, BatchMessage):
-                    found = _MadePart(self._opened(worker, sent, fds), times, str(kind))
+                    arrival = _MadePart(self._opened(worker, sent, fds), times, str(kind))
                 task = self._open.get((tag, batch))
                 if task is None or part not in task.messages:
                     return
                 self._measure(times, task.rows // len(task.messages))
-                task.done[part] = found
+                task.done[part] = arrival
                 if len(task.done) == len(task.messages):
                     self._complete((tag, batch), task, worker)
 
@@ -185,12 +185,12 @@ class SharedPool(WorkerPool):
 
     def _complete(self, key: tuple[int, int], task: _OpenTask, worker: int) -> None:
         """Join the parts of a batch, or have it made as a whole if they do not fit."""
-        found = [task.done[part] for part in sorted(task.done)]
-        same = found[0].kind if len({part.kind for part in found}) == 1 else ""
+        parts = [task.done[part] for part in sorted(task.done)]
+        same = parts[0].kind if len({part.kind for part in parts}) == 1 else ""
         began = time.monotonic()
         empty = torch.empty if self.pinner is None else self.pinner.empty
         try:
-            data = joined([part.data for part in found] if same else [], empty)
+            data = joined([part.data for part in parts] if same else [], empty)
         except UnevenPartsError as e:
             _log.debug("batch %d is made as a whole: %s", key[1], e)
             self._cuts = False
@@ -200,7 +200,7 @@ class SharedPool(WorkerPool):
             return
         self._sample_times.joined(time.monotonic() - began)
         if self._open.pop(key, None) is not None:
-            times = merged([part.times for part in found])
+            times = merged([part.times for part in parts])
             self._events.append(Made(worker, *key, data, times))
 
     def _died(self, worker: int) -> None:
@@ -248,14 +248,14 @@ class SharedPool(WorkerPool):
         dead = super().lost()
         if self._failed is not None:
             return self._failed.deaths
-        # One that is dead but has not ended could not be heard: its batch is lost.
+        # A worker that can no longer be read from has lost its batch, even if its process runs.
         return dead if len(dead) == len(self.members) or set(dead) - self._ended else []
 
     # --- watching and closing ---------------------------------------------------------------
 
     def holder(self, worker: int, batch: int) -> int:
-        found = (who for key, who in self._begun().items() if key[:2] == (self.tag, batch))
-        return next(found, worker)
+        makers = (maker for key, maker in self._begun().items() if key[:2] == (self.tag, batch))
+        return next(makers, worker)
 
     def close(self) -> Slots:
         spare = super().close()

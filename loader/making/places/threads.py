@@ -64,11 +64,11 @@ class Threads(BatchPlace):
 
     def receive(self, timeout_s: float) -> Made | None:
         try:
-            made = self._batches[0].result(timeout_s)
+            ready_batch = self._batches[0].result(timeout_s)
         except FutureTimeoutError:  # before Python 3.11 not the builtin one
             return None
         self._batches.popleft()
-        return made
+        return ready_batch
 
     def makers(self) -> int:
         return len(self._threads)
@@ -103,11 +103,11 @@ def _serve(
     while (asked := tasks.get()) is not None:
         batch = asked[-1]
         if batch.set_running_or_notify_cancel():
-            batch.set_result(_made(asked, maker, serving, pinning))
+            batch.set_result(_make(asked, maker, serving, pinning))
         del asked, batch  # otherwise the last batch would live until the next one comes
 
 
-def _made(asked: Asked, maker: BatchMaker, serving: Serves, pinning: Pinning | None) -> Made:
+def _make(asked: Asked, maker: BatchMaker, serving: Serves, pinning: Pinning | None) -> Made:
     worker, task, claimed, _ = asked
     session = serving.session
     if session is not claimed:  # replaced since: its steps are gone

@@ -15,7 +15,7 @@ import xxhash
 from torch.utils.data import Dataset, default_collate, default_convert
 
 from creel.loader.data.binding.tree import reads_singly
-from creel.loader.making.generators import kept_generators, seed_here
+from creel.loader.making.generators import restored_generators, seed_here
 from creel.loader.making.stage import Collate, Make, Stage
 from creel.loader.making.task import BatchSeeds, Task
 
@@ -82,8 +82,9 @@ def sample_seed(epoch: int, number: int, batch: int = 0, place: int = 0) -> int:
     >>> sample_seed(7, 0) == sample_seed(7, 0), sample_seed(7, 0) == sample_seed(7, 1)
     (True, False)
     """
-    parts = (epoch & _MASK, number & _MASK, batch & _MASK, place & _MASK)
-    return xxhash.xxh3_64_intdigest(struct.pack("<4Q", *parts))
+    return xxhash.xxh3_64_intdigest(
+        struct.pack("<4Q", epoch & _MASK, number & _MASK, batch & _MASK, place & _MASK)
+    )
 
 
 class Seeded(Dataset[Any]):
@@ -181,7 +182,7 @@ class Seeding(Stage):
 
     def in_trainer(self, make: Make) -> Make:
         def restoring(task: Task, session: Session | None) -> Any:
-            with kept_generators():  # the trainer's own stay as they are
+            with restored_generators():  # the trainer's own stay as they are
                 return make(task, session)
 
         return restoring

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from creel.loader.making.generators import kept_generators
+from creel.loader.making.generators import restored_generators
 from creel.loader.making.seeding.by_sample import Numbered, Seeded, next_epoch
 from creel.loader.making.task import BatchSeeds
 from creel.loader.making.workers.init_fn import init_of
@@ -103,15 +103,15 @@ class _SeededInline(_Numbering, SingleProcessDataLoaderIter):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._dataset_fetcher: Any = _KeptFetcher(self._dataset_fetcher)
+        self._dataset_fetcher: Any = _RestoringFetcher(self._dataset_fetcher)
 
 
-class _KeptFetcher:
+class _RestoringFetcher:
     """A fetcher after which the trainer's generators are as they were."""
 
     def __init__(self, fetcher: Any) -> None:
         self._fetcher = fetcher
 
     def fetch(self, index: Numbered) -> Any:
-        with kept_generators():
+        with restored_generators():
             return self._fetcher.fetch(index)

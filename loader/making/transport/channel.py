@@ -114,7 +114,7 @@ class Channel:
         with self._lock:
             if not (self._backlog or owned or fds) and len(body) <= _INLINE and self._sent(body):
                 return
-            packets = [_Packet(*one, owned) for one in _packets(body, [*owned, *fds])]
+            packets = [_Packet(*packet, owned) for packet in _packets(body, [*owned, *fds])]
             self._backlog += packets
             try:
                 self.flush()

@@ -68,8 +68,8 @@ def joined(parts: Sequence[Any], empty: Callable[..., torch.Tensor] = torch.empt
         return {key: joined([part[key] for part in parts], empty) for key in first}
     if type(first) not in {list, tuple}:
         raise UnevenPartsError(f"a {type(first).__name__} has no parts")
-    if first and all(isinstance(one, (str, bytes)) for one in first):
-        return type(first)(one for part in parts for one in part)
+    if first and all(isinstance(value, (str, bytes)) for value in first):
+        return type(first)(value for part in parts for value in part)
     if len({len(part) for part in parts}) > 1:
         raise UnevenPartsError("their lengths differ")
     return type(first)(joined(field, empty) for field in zip(*parts, strict=True))

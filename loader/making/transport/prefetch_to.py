@@ -116,11 +116,11 @@ class OneAhead(Iterator[T]):
         self.held: tuple[Callable[[], T], Any] | Exception | None = None
 
     def __next__(self) -> T:
-        found = self.held = self._taken() if self.held is None else self.held
-        if isinstance(found, Exception):
+        ahead = self.held = self._taken() if self.held is None else self.held
+        if isinstance(ahead, Exception):
             self.held = None
-            raise found
-        finish, index = found
+            raise ahead
+        finish, index = ahead
         self.held = self._taken()
         self._returned.index = index
         return finish()
@@ -163,12 +163,12 @@ class Copies:
             with torch.cuda.stream(stream):
                 on_device: T = moved(batch, stream.device)
         finally:
-            made = Copy(stream.record_event(), lent)
+            copy = Copy(stream.record_event(), lent)
             if lent:
-                self._pending.append(made)
+                self._pending.append(copy)
 
         def finish() -> T:
-            torch.cuda.current_stream(stream.device).wait_event(made.done)
+            torch.cuda.current_stream(stream.device).wait_event(copy.done)
             return on_device
 
         return finish
@@ -176,10 +176,10 @@ class Copies:
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """Wait for the copies: what they read is written when it is no longer held."""
         while self._pending and not ends():
-            made = self._pending.popleft()
-            if made not in _of_parents:
+            copy = self._pending.popleft()
+            if copy not in _of_parents:
                 with suppress(RuntimeError):  # CUDA has failed: nothing is copied
-                    made.done.synchronize()
+                    copy.done.synchronize()
 
 
 _copies: weakref.WeakSet[Copy] = weakref.WeakSet()

@@ -185,11 +185,11 @@ def unpack(packed: Packed, reader: SlotReader) -> object:
     finally:
         arrival.release()
         if packed.retired:
-            reader.forget(list(packed.retired))
+            reader.unmap(list(packed.retired))
 
 
 def discard(packed: Packed, reader: SlotReader) -> None:
     """Give back the slots of a batch without reading it."""
     for slot_id, once in packed.slots:
         reader.release(slot_id, once=once)
-    reader.forget(list(packed.retired))
+    reader.unmap(list(packed.retired))

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import get_worker_info
 
 from creel.loader.data.rehearsed import own_datasets, placed
-from creel.loader.making.generators import kept_generators
+from creel.loader.making.generators import restored_generators
 
 Init: TypeAlias = "Callable[[int], object] | None"
 
@@ -33,8 +33,8 @@ class OwnInit:
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
         datasets = own_datasets(info.dataset)
-        for number, one in enumerate(datasets, 1):
-            object.__setattr__(info, "dataset", one)  # torch's lets no one set it
+        for number, dataset in enumerate(datasets, 1):
+            object.__setattr__(info, "dataset", dataset)  # torch's lets no one set it
             if self._init_fn is not None:
-                with nullcontext() if number == len(datasets) else kept_generators():
+                with nullcontext() if number == len(datasets) else restored_generators():
                     self._init_fn(worker)

@@ -69,8 +69,8 @@ class Reader(NamedTuple):
     def waits(self) -> KernelWait:
         """Return what it waits for: for storage if any of its threads does."""
         waits = [awaited(self.pid, thread) for thread in self.threads()]
-        waits = [one for one in waits if one.storage]
-        return next((one for one in waits if one.path), waits[0] if waits else _NOTHING)
+        waits = [wait for wait in waits if wait.storage]
+        return next((wait for wait in waits if wait.path), waits[0] if waits else _NOTHING)
 
 
 def process(pid: int, stage: Callable[[], tuple[int, int]]) -> Reader:

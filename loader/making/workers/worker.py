@@ -182,7 +182,7 @@ class _Worker:
         self._args = args
         self._inlet = _Inlet(channel)
         self._outbox = Outbox(args.slots, args.inherited)
-        self._outbox.look = self._look_ahead
+        self._outbox.poll = self._poll_ahead
         self._session: Session | None = None
         self._client: Client | None = None
         self._init_failure: ExceptionWrapper | None = None
@@ -254,7 +254,7 @@ class _Worker:
         where = f"in DataLoader worker process {self._args.worker_id}"
         return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
 
-    def _look_ahead(self) -> None:
+    def _poll_ahead(self) -> None:
         """Read the tasks that wait, as they give slots back, which then need not be made anew."""
         with suppress(EOFError):  # the next `get` raises it again
             while (got := self._inlet.channel.get(0)) is not None:
@@ -374,10 +374,10 @@ class _Worker:
         bad = self._args.tolerance.take_new()
 
         def message(packed: BatchMessage | None) -> tuple[object, ...]:
-            made = packed, times, bad
+            content = packed, times, bad
             if task.part == WHOLE:
-                return ("batch", task.tag, task.batch, *made)
-            return ("part", task.tag, task.batch, task.part, *made, self._kind)
+                return ("batch", task.tag, task.batch, *content)
+            return ("part", task.tag, task.batch, task.part, *content, self._kind)
 
         def without() -> tuple[object, ...]:
             return message(packed and self._outbox.without_slots(data, packed))

@@ -54,7 +54,7 @@ def checks(
     for look in (_memfd, _files, _locked, _shm):
         yield look()
     yield _memory(config)
-    yield from exposed.looks(config, os.environ)
+    yield from exposed.findings(config, os.environ)
     proc = _proc()
     yield proc
     if proc.level == "bad":  # no daemon can be found
@@ -63,18 +63,20 @@ def checks(
     yield _address(config.daemon.name)
     yield from _daemon(config.daemon.name, ask)
     if path:
-        yield from dataset.looks(path, config.disk.path, time.time())
+        yield from dataset.findings(path, config.disk.path, time.time())
     if hosts:
-        yield from nodes.looks(hosts, port)
+        yield from nodes.findings(hosts, port)
 
 
-def show(found: Iterable[Finding]) -> None:
+def show(findings: Iterable[Finding]) -> None:
     """Print the findings, each with its remedy."""
-    for one in found:
-        colour = {"ok": "green", "warn": "yellow", "bad": "red"}[one.level]
-        click.echo(f"{click.style(f'{one.level:<4}', fg=colour)}  {one.name:<13}  {one.found}")
-        if one.remedy:
-            click.echo(f"{'':19}  {click.style('-> ' + one.remedy, dim=True)}")
+    for finding in findings:
+        colour = {"ok": "green", "warn": "yellow", "bad": "red"}[finding.level]
+        click.echo(
+            f"{click.style(f'{finding.level:<4}', fg=colour)}  {finding.name:<13}  {finding.state}"
+        )
+        if finding.remedy:
+            click.echo(f"{'':19}  {click.style('-> ' + finding.remedy, dim=True)}")
 
 
 def _system() -> Finding:
@@ -94,20 +96,22 @@ def _package() -> Finding:
     """Look for the other project that is imported as creel: files of both would be mixed."""
     other = _version("creel")
     if other != "-":
-        found = f"the package creel {other} is installed, another project with this import name"
+        state = f"the package creel {other} is installed, another project with this import name"
         remedy = f"pip uninstall creel, then pip install --force-reinstall --no-deps {PACKAGE}"
-        return Finding("package", "warn", found, remedy)
-    found = _version(PACKAGE)
+        return Finding("package", "warn", state, remedy)
+    state = _version(PACKAGE)
     return Finding(
-        "package", "ok", f"{PACKAGE} {found}" if found != "-" else "not installed by pip"
+        "package", "ok", f"{PACKAGE} {state}" if state != "-" else "not installed by pip"
     )
 
 
 def _torch() -> Finding:
-    found = _version("torch")
-    if found == "-":
-        return Finding("torch", "warn", found, "training needs it: pip install 'creel-data[torch]'")
-    return Finding("torch", "ok", found)
+    release = _version("torch")
+    if release == "-":
+        return Finding(
+            "torch", "warn", release, "training needs it: pip install 'creel-data[torch]'"
+        )
+    return Finding("torch", "ok", release)
 
 
 def _version(package: str) -> str:
@@ -143,19 +147,19 @@ def _proc() -> Finding:
         pid = Path("/proc/self").readlink().name
     if pid == str(os.getpid()):
         return Finding("/proc", "ok", "of this PID namespace")
-    found = f"of another PID namespace (pid {pid})" if pid else "not mounted"
+    state = f"of another PID namespace (pid {pid})" if pid else "not mounted"
     remedy = "mount -t proc proc /proc in the container; without it training reads directly"
-    return Finding("/proc", "bad", found, remedy)
+    return Finding("/proc", "bad", state, remedy)
 
 
 def _files() -> Finding:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} open files (hard limit {hard})"
+    state = f"{soft} open files (hard limit {hard})"
     if soft < 1024:
-        return Finding("descriptors", "warn", found, f"raise it: ulimit -n {min(hard, 65536)}")
-    return Finding("descriptors", "ok", found)
+        return Finding("descriptors", "warn", state, f"raise it: ulimit -n {min(hard, 65536)}")
+    return Finding("descriptors", "ok", state)
 
 
 def _locked() -> Finding:
@@ -183,25 +187,25 @@ def _shm() -> Finding:
 
 def shm(size: int, free: int) -> Finding:
     """Judge the bytes of /dev/shm, and those of them that are free."""
-    found, remedy = f"{format_size(free)} free of {format_size(size)}", ""
+    state, remedy = f"{format_size(free)} free of {format_size(size)}", ""
     if size < 1 << 30:
         remedy = "fine for creel; torch's own workers may fail: docker run --shm-size=8g"
     elif free < size / 16:
         remedy = "its files take memory from the cache: remove what ended jobs have left there"
-    return judged(_SHM, found, remedy)
+    return judged(_SHM, state, remedy)
 
 
 def _memory(config: Config) -> Finding:
     have = limits.memory()
-    found = f"{format_size(have.available)} free of {format_size(have.total)}"
+    state = f"{format_size(have.available)} free of {format_size(have.total)}"
     try:
         budget = memory_budget(config.memory, total=have.total, available=have.available)
     except ConfigError as e:
-        return Finding("memory", "bad", found, str(e))
-    found += f"; budget {format_size(budget)}"
+        return Finding("memory", "bad", state, str(e))
+    state += f"; budget {format_size(budget)}"
     if budget > have.available:
-        return Finding("memory", "warn", found, "more than is free now: lower memory.budget")
-    return Finding("memory", "ok", found)
+        return Finding("memory", "warn", state, "more than is free now: lower memory.budget")
+    return Finding("memory", "ok", state)
 
 
 def _address(name: str) -> Finding:
@@ -215,8 +219,8 @@ def _address(name: str) -> Finding:
         remedy = "a second one is used, with a secret" if second else "choose another daemon.name"
         return Finding("address", "warn", f"user {uid} holds it", remedy)
     pids = addresses.elsewhere(name)
-    found = f"; daemons that see other files: {', '.join(map(str, pids))}" if pids else ""
-    return Finding("address", "ok", f"no other user holds it{found}")
+    others = f"; daemons that see other files: {', '.join(map(str, pids))}" if pids else ""
+    return Finding("address", "ok", f"no other user holds it{others}")
 
 
 def _daemon(name: str, ask: Callable[[str], dict[str, Any]]) -> Iterator[Finding]:
@@ -229,17 +233,17 @@ def _daemon(name: str, ask: Callable[[str], dict[str, Any]]) -> Iterator[Finding
         remedy = "it may hang or be of another version: creel stop --now, or end its process"
         yield Finding("daemon", "bad", str(e), remedy)
         return
-    found = f"{status['name']} (pid {status['pid']}, creel {status['version']})"
+    state = f"{status['name']} (pid {status['pid']}, creel {status['version']})"
     if status["version"] != VERSION:
         remedy = f"this is creel {VERSION}: creel stop, and let a new one start"
-        yield Finding("daemon", "warn", found, remedy)
+        yield Finding("daemon", "warn", state, remedy)
         return
-    yield Finding("daemon", "ok", found)
+    yield Finding("daemon", "ok", state)
     with contextlib.suppress(OSError):  # it has just ended
         ours, its = (Path(f"/proc/{pid}/cgroup").read_text() for pid in ("self", status["pid"]))
         yield running.cgroup(ours, its)
     env = _environment_of(stats["sessions"][0]["pid"]) if stats["sessions"] else os.environ
-    yield from running.looks(stats, datasets, env, limits.cores())
+    yield from running.findings(stats, datasets, env, limits.cores())
 
 
 def _environment_of(pid: int) -> Mapping[str, str]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from creel.cli.reads import OwnReads, ProcessLooks
+from creel.cli.reads import OwnReads, ProcessSamples
 from creel.cli.run import daemon_env, own_daemon, refuse_name_in_use
 from creel.cli.watching import view
 from creel.cli.watching.advice import advice
@@ -74,8 +74,8 @@ class Trial(NamedTuple):
     @property
     def note(self) -> Values | None:
         """The note of the longest loader of the busiest rank; None if its length is unknown."""
-        of_rank = [one for one in self.notes if one["pid"] == self.ranks[0][0]["pid"]]
-        return max(of_rank, key=lambda one: int(one["batches"]), default=None)
+        of_rank = [note for note in self.notes if note["pid"] == self.ranks[0][0]["pid"]]
+        return max(of_rank, key=lambda note: int(note["batches"]), default=None)
 
 
 def explain(
@@ -98,12 +98,12 @@ def explain(
             subprocess.Popen(command, env=shared | env, stdout=sys.stderr)  # noqa: S603  the user's script
             for env in _environments(ranks)
         ]
-        looks = ProcessLooks([child.pid for child in children])
+        process_samples = ProcessSamples([child.pid for child in children])
         try:
             with Client.connect(config.daemon.name, "cli") as client:
-                trial = _watched(client, children, steps + FIRST, limit_s, looks)
+                trial = _watched(client, children, steps + FIRST, limit_s, process_samples)
         finally:
-            looks.end()
+            process_samples.end()
             for child in children:
                 child.terminate()
             for child in children:
@@ -138,7 +138,7 @@ def _watched(
     children: Sequence[subprocess.Popen[bytes]],
     steps: int,
     limit_s: float,
-    looks: ProcessLooks,
+    process_samples: ProcessSamples,
 ) -> Trial | None:
     """Return the ranks of the busiest stream, once they have enough, or the script ends.
 
@@ -147,32 +147,35 @@ def _watched(
     last, until = None, time.monotonic() + limit_s
     while all(child.poll() is None for child in children) and time.monotonic() < until:
         answer = client.ask("stats")
-        found = _busiest(answer, list(recorded(client, answer)))
-        if found is not None:
-            looks.begin()
-        if found is not None and (last is None or sum(found.batches) >= sum(last.batches)):
-            last = found
-            most, least = found.batches[0], min(found.batches)
-            everyone = len(found.ranks) == max(found.ranks[0][0]["world"], 1)
+        trial = _busiest(answer, list(recorded(client, answer)))
+        if trial is not None:
+            process_samples.begin()
+        if trial is not None and (last is None or sum(trial.batches) >= sum(last.batches)):
+            last = trial
+            most, least = trial.batches[0], min(trial.batches)
+            everyone = len(trial.ranks) == max(trial.ranks[0][0]["world"], 1)
             enough = most >= steps and ((everyone and least >= steps) or most >= 2 * steps)
-            if enough and looks.seconds >= _READS_S:
+            if enough and process_samples.seconds >= _READS_S:
                 break
         time.sleep(_LOOK_S)
-    looks.end()
+    process_samples.end()
     if last is None:
         return None
-    of_ranks = [looks.of(one["pid"], workers=one["workers"] > 0) for one, _ in last.ranks]
+    of_ranks = [
+        process_samples.of(session["pid"], workers=session["workers"] > 0)
+        for session, _ in last.ranks
+    ]
     return last._replace(reads=of_ranks)
 
 
-def _busiest(answer: Values, told: list[tuple[Values, list[list[int]]]]) -> Trial | None:
+def _busiest(answer: Values, streams: list[tuple[Values, list[list[int]]]]) -> Trial | None:
     """Return the ranks that read the same dataset as the stream with most batches, and its job."""
-    told.sort(key=lambda one: -len(one[1]))
-    if not told:
+    streams.sort(key=lambda stream: -len(stream[1]))
+    if not streams:
         return None
-    first, _ = told[0]
+    first, _ = streams[0]
     ranks: dict[int, tuple[Values, list[list[int]]]] = {}
-    for session, rows in told:
+    for session, rows in streams:
         if (session["dataset"], session["world"]) == (first["dataset"], first["world"]):
             ranks.setdefault(session["rank"], (session, rows))
     return Trial(answer, list(ranks.values()))
@@ -200,14 +203,16 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
     steps = None if samples is None or not each else math.ceil(samples / each / world)
     if dataset is None and trial.note is not None:
         samples, steps = int(trial.note["samples"]), int(trial.note["batches"])
-    rows = {one["session"]: its[FIRST : _end_of(steps)] for one, its in trial.ranks}
-    windows = [seen for one, _ in trial.ranks if (seen := window(one, rows[one["session"]]))]
-    told = forecast(windows, machine.cores)
-    late = max(range(len(told)), key=lambda k: told[k].wait_s)
+    rows = {session["session"]: its[FIRST : _end_of(steps)] for session, its in trial.ranks}
+    windows = [
+        seen for session, _ in trial.ranks if (seen := window(session, rows[session["session"]]))
+    ]
+    forecasts = forecast(windows, machine.cores)
+    late = max(range(len(forecasts)), key=lambda k: forecasts[k].wait_s)
     session, seen = trial.ranks[late][0], windows[late]
 
     def row(change: Callable[[RankWindow], RankWindow], values: Values) -> dict[str, Any]:
-        will = forecast([change(one) for one in windows], machine.cores)[late]
+        will = forecast([change(rank_window) for rank_window in windows], machine.cores)[late]
         epoch_s = None if steps is None else steps * will.step_s
         return {**values, "step_s": will.step_s, "wait_s": will.wait_s, "epoch_s": epoch_s}
 
@@ -215,15 +220,15 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
     whole = 0 if dataset is None else _nbytes(session, dataset)
     changes = outlooks(trial.answer, rows, machine)[session["session"]].changes
     counts = sorted({*range(1, int(machine.cores) + 1), max(seen.workers, 1)})
-    found = {
+    by_session = {
         "samples": samples,
         "nbytes": whole,
         "steps": steps,
         "ranks": len(windows),
         "workers": seen.workers,
-        "train_s": min(one.train_s for one in windows),
+        "train_s": min(rank_window.train_s for rank_window in windows),
         "busy_s": {stage: s / seen.batches for stage, s in seen.busy_s.items()},
-        **row(lambda one: one, {}),
+        **row(lambda rank_window: rank_window, {}),
         "by_workers": [row(partial(with_workers, workers=n), {"workers": n}) for n in counts],
         "by_memory": [
             row(
@@ -238,11 +243,14 @@ def foretold(trial: Trial, machine: Machine) -> dict[str, Any]:
             for share in (_SHARES if dataset is not None else ())
         ],
         "least_share": _least_share(windows, machine.cores) if dataset is not None else None,
-        "changes": [{**one.values, "step_s": one.step_s, "wait_s": one.wait_s} for one in changes],
+        "changes": [
+            {**change.values, "step_s": change.step_s, "wait_s": change.wait_s}
+            for change in changes
+        ],
         "reads": _own_reads(trial, late, seen, row) if dataset is None and trial.reads else None,
     }
     where = trial.note.get("where", "") if trial.note else ""
-    return {**found, "advice": advice(found, where)}
+    return {**by_session, "advice": advice(by_session, where)}
 
 
 def _own_reads(
@@ -259,7 +267,7 @@ def _own_reads(
     waits_s = with_storage(seen, reads.share).busy_s["source"] / seen.batches
     if waits_s <= HARDLY * seen.seconds / seen.batches:
         return None
-    files = sorted(reads.files, key=lambda one: -reads.files[one])
+    files = sorted(reads.files, key=lambda file: -reads.files[file])
     pace = seen.batches / seen.seconds
     values = {
         "storage_s": waits_s,
@@ -269,7 +277,7 @@ def _own_reads(
         "mapped": reads.mapped,
         "line": reads.line(ahead=trial.note is not None and trial.note["ahead"]),
     }
-    return row(lambda one: with_memory(with_storage(one, reads.share)), values)
+    return row(lambda rank_window: with_memory(with_storage(rank_window, reads.share)), values)
 
 
 def _end_of(steps: int | None) -> int | None:
@@ -286,11 +294,11 @@ def _nbytes(session: Values, dataset: Values) -> int:
 
 def _requests(answer: Values, session: Values, objects: int) -> float | None:
     """Return the requests to an object store that read each object once; None: there is none."""
-    for one in answer.get("sources", ()):
-        asked = one.get("requests", {})
+    for source in answer.get("sources", ()):
+        asked = source.get("requests", {})
         requests = asked.get("GET", 0) + asked.get("HEAD", 0)
-        if one["dataset"] == session["dataset"] and requests and one["reads"]:
-            return float(objects * requests / one["reads"])
+        if source["dataset"] == session["dataset"] and requests and source["reads"]:
+            return float(objects * requests / source["reads"])
     return None
 
 
@@ -298,55 +306,57 @@ def _least_share(windows: Sequence[RankWindow], cores: float) -> float | None:
     """Return the least share of the dataset in memory, in hundredths, with which nothing waits."""
     for hundredths in range(101):
         share = hundredths / 100
-        will = forecast([with_memory(one, share) for one in windows], cores)
-        if max(one.wait_s for one in will) <= HARDLY * will[0].step_s:
+        will = forecast([with_memory(rank_window, share) for rank_window in windows], cores)
+        if max(of_rank.wait_s for of_rank in will) <= HARDLY * will[0].step_s:
             return hundredths / 100
     return None
 
 
-def show(told: Values) -> None:
+def show(values: Values) -> None:
     """Print what was measured, what would come of changes, and which one to make."""
-    _show_figures(told)
-    click.echo(f"\n{told['advice']['sentence']}")
+    _show_figures(values)
+    click.echo(f"\n{values['advice']['sentence']}")
 
 
-def _show_figures(told: Values) -> None:
+def _show_figures(values: Values) -> None:
     """Print a row for each number of workers and part in memory, below what was measured."""
-    busy = ", ".join(f"{stage} {ms(s)}" for stage, s in told["busy_s"].items())
-    found = [("one step", f"{ms(told['step_s'])}: training {ms(told['train_s'])}, the rest a wait")]
-    workers = told["workers"]
+    busy = ", ".join(f"{stage} {ms(s)}" for stage, s in values["busy_s"].items())
+    rows = [
+        ("one step", f"{ms(values['step_s'])}: training {ms(values['train_s'])}, the rest a wait")
+    ]
+    workers = values["workers"]
     by = f"by {workers} worker{'s' * (workers > 1)}" if workers else "by training itself"
-    late = f"; of {told['ranks']} ranks the one that waits longest" * (told["ranks"] > 1)
-    found.append(("one batch", f"{busy}; made {by}{late}"))
-    if told["steps"] is not None:
-        size = f", {format_size(told['nbytes'])}" * bool(told["nbytes"])
-        samples = format_count(told["samples"])
-        found.append(("one epoch", f"{told['steps']:,} steps: {samples} samples{size}"))
-    if told["least_share"] is not None:
-        part = f"{100 * told['least_share']:.0f} % of the dataset in memory"
-        found.append(("no wait", f"with {part} ({_size(told, told['least_share'])})"))
-    found += [("instead", _change(one)) for one in told["changes"]]
-    if told["reads"] is not None:
-        found += _reads_rows(told["reads"])
-    view.pairs(found)
+    late = f"; of {values['ranks']} ranks the one that waits longest" * (values["ranks"] > 1)
+    rows.append(("one batch", f"{busy}; made {by}{late}"))
+    if values["steps"] is not None:
+        size = f", {format_size(values['nbytes'])}" * bool(values["nbytes"])
+        samples = format_count(values["samples"])
+        rows.append(("one epoch", f"{values['steps']:,} steps: {samples} samples{size}"))
+    if values["least_share"] is not None:
+        part = f"{100 * values['least_share']:.0f} % of the dataset in memory"
+        rows.append(("no wait", f"with {part} ({_size(values, values['least_share'])})"))
+    rows += [("instead", _change(change)) for change in values["changes"]]
+    if values["reads"] is not None:
+        rows += _reads_rows(values["reads"])
+    view.pairs(rows)
     click.echo()
     header: tuple[str, ...] = ("workers", "a step", "a wait in it", "an epoch")
-    view.table(header, [(str(r["workers"]), *_times(r)) for r in told["by_workers"]])
-    if not told["by_memory"]:
+    view.table(header, [(str(r["workers"]), *_times(r)) for r in values["by_workers"]])
+    if not values["by_memory"]:
         return
     click.echo()
-    if told["busy_s"]["source"] <= HARDLY * told["step_s"]:
+    if values["busy_s"]["source"] <= HARDLY * values["step_s"]:
         click.echo("memory makes no difference to a step: storage (or the page cache) keeps up")
         return
-    counts = [name for name in ("reads", "requests") if told["by_memory"][0][name] is not None]
+    counts = [name for name in ("reads", "requests") if values["by_memory"][0][name] is not None]
     header = ("in memory", "bytes", *counts, *header[1:])
     cells = [
         (
-            *(f"{100 * r['share']:.0f} %", _size(told, r["share"])),
+            *(f"{100 * r['share']:.0f} %", _size(values, r["share"])),
             *(format_count(r[name]) for name in counts),
             *_times(r),
         )
-        for r in told["by_memory"]
+        for r in values["by_memory"]
     ]
     view.table(header, cells)
 
@@ -354,8 +364,8 @@ def _show_figures(told: Values) -> None:
 def _reads_rows(reads: Values) -> list[tuple[str, str]]:
     """Return what the dataset reads by itself, and the line that serves it."""
     size = f", {format_size(reads['nbytes'])}" * bool(reads["nbytes"])
-    how = "pages of " * reads["mapped"]
-    place = f": {how}{reads['file']}" if reads["file"] else ""
+    kind = "pages of " * reads["mapped"]
+    place = f": {kind}{reads['file']}" if reads["file"] else ""
     step, _, epoch = _times(reads)
     then = f"by {reads['line']}: {step} a step, an epoch {epoch}, once it is in memory"
     return [
@@ -364,8 +374,8 @@ def _reads_rows(reads: Values) -> list[tuple[str, str]]:
     ]
 
 
-def _size(told: Values, share: float) -> str:
-    return format_size(int(share * told["nbytes"]))
+def _size(values: Values, share: float) -> str:
+    return format_size(int(share * values["nbytes"]))
 
 
 def _times(row: Values) -> tuple[str, str, str]:
@@ -373,10 +383,10 @@ def _times(row: Values) -> tuple[str, str, str]:
     return ms(row["step_s"]), ms(row["wait_s"]), "-" if epoch_s is None else format_seconds(epoch_s)
 
 
-def _change(one: Values) -> str:
-    what = one["what"]
-    if what == "workers":
-        what = f"{one['workers']} workers"
-    if what == "keep_decoded":
-        what += f" ({format_size(one['nbytes'])}, fits {100 * one['fits']:.0f} %)"
-    return f"{what}: {ms(one['step_s'])} a step, {ms(one['wait_s'])} of it a wait"
+def _change(change: Values) -> str:
+    name = change["what"]
+    if name == "workers":
+        name = f"{change['workers']} workers"
+    if name == "keep_decoded":
+        name += f" ({format_size(change['nbytes'])}, fits {100 * change['fits']:.0f} %)"
+    return f"{name}: {ms(change['step_s'])} a step, {ms(change['wait_s'])} of it a wait"

@@ -74,11 +74,11 @@ def creel(context: click.Context, name: str | None) -> None:
     context.obj["flags"] = {"daemon.name": name}
 
 
-for one in (
+for command in (
     *(daemon.run, daemon.stop, daemon.status, daemon.warm, daemon.ls, daemon.drop),
     *(watching.stats, watching.top, watching.trace, watching.plot, watching.stream),
     *(trying.simulate, trying.verify, trying.explain),
     *(machine.doctor, machine.env, machine.config),
     *(service, slurm_group, pbs_group, example),
 ):
-    creel.add_command(one)
+    creel.add_command(command)

@@ -14,11 +14,14 @@ from creel.units import format_size
 
 def daemon_pids() -> Iterator[int]:
     """Yield the pids of this user's daemons."""
-    for one in psutil.process_iter(["cmdline", "uids"]):
-        words, uids = (one.info["cmdline"] or [])[:5], one.info["uids"]  # None: not to be seen
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        words, uids = (
+            (process.info["cmdline"] or [])[:5],
+            process.info["uids"],
+        )  # None: not to be seen
         ours = any(word == "creel.daemon" or Path(word).name == "creeld" for word in words)
         if ours and uids is not None and uids.effective == os.getuid():
-            yield one.pid
+            yield process.pid
 
 
 class Usage:
@@ -33,19 +36,19 @@ class Usage:
         Args:
             daemon, trainers: process ids. Workers are the processes below the trainers.
         """
-        found = {"daemon": {daemon}, "trainers": set(trainers), "workers": set[int]()}
-        for pid in found["trainers"]:
+        groups = {"daemon": {daemon}, "trainers": set(trainers), "workers": set[int]()}
+        for pid in groups["trainers"]:
             with suppress(psutil.Error):
-                found["workers"] |= {
-                    one.pid for one in psutil.Process(pid).children(recursive=True)
+                groups["workers"] |= {
+                    child.pid for child in psutil.Process(pid).children(recursive=True)
                 }
-        found["workers"] -= found["trainers"] | {daemon}
-        self._look_at(set[int]().union(*found.values()))
-        return [(name, self._of(pids)) for name, pids in found.items() if pids & set(self._known)]
+        groups["workers"] -= groups["trainers"] | {daemon}
+        self._sample(set[int]().union(*groups.values()))
+        return [(name, self._of(pids)) for name, pids in groups.items() if pids & set(self._known)]
 
-    def _look_at(self, pids: set[int]) -> None:
+    def _sample(self, pids: set[int]) -> None:
         """Keep these processes: psutil measures from one call of the same object to the next."""
-        self._known = {pid: one for pid, one in self._known.items() if pid in pids}
+        self._known = {pid: process for pid, process in self._known.items() if pid in pids}
         for pid in pids - set(self._known):
             with suppress(psutil.Error):  # it has just ended
                 self._known[pid] = psutil.Process(pid)

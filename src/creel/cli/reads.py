@@ -81,21 +81,21 @@ class _Process:
         self.reader = process(pid, lambda: (READING, 0))
         self.first = self.last = _read_nbytes(pid)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         wait = self.reader.waits()
         if wait.storage:
             self.waits += 1
             self.files[wait.path, wait.mapped] += 1
 
 
-class ProcessLooks:
+class ProcessSamples:
     """Looks at the processes of a script, between `begin` and `end`."""
 
     def __init__(self, roots: Sequence[int]) -> None:
         self._roots = roots
         self._known: dict[int, _Process] = {}
         self._parents: dict[int, int] = {}
-        self._looks = 0
+        self._samples = 0
         self._began = self._looked = 0.0
         self.over, self.next_at = False, 0.0
 
@@ -116,18 +116,18 @@ class ProcessLooks:
     def of(self, trainer: int, *, workers: bool) -> OwnReads:
         """Return what the workers of a trainer have read; without workers, what it has itself."""
         readers = [
-            one
-            for pid, one in list(self._known.items())
+            process
+            for pid, process in list(self._known.items())
             if (self._is_below(pid, trainer) if workers else pid == trainer)
         ]
         files: Counter[tuple[str, bool]] = Counter()
-        for one in readers:
-            files.update(one.files)
-        waits = sum(one.waits for one in readers)
+        for reader in readers:
+            files.update(reader.files)
+        waits = sum(reader.waits for reader in readers)
         return OwnReads(
-            waits / max(self._looks, 1),
+            waits / max(self._samples, 1),
             dict(files),
-            sum(one.last - one.first for one in readers),
+            sum(reader.last - reader.first for reader in readers),
             self.seconds,
         )
 
@@ -138,12 +138,12 @@ class ProcessLooks:
                 return True
         return False
 
-    def look(self) -> None:
-        if self._looks % round(_TREE_S / _EVERY_S) == 0:
+    def poll(self) -> None:
+        if self._samples % round(_TREE_S / _EVERY_S) == 0:
             self._list()
-        self._looks += 1
-        for one in self._known.values():
-            one.look()
+        self._samples += 1
+        for process in self._known.values():
+            process.poll()
         self._looked = time.monotonic()
         self.next_at = self._looked + _EVERY_S
 
@@ -152,11 +152,11 @@ class ProcessLooks:
         for root in self._roots:
             with suppress(psutil.Error):
                 below = psutil.Process(root).children(recursive=True)
-                self._parents |= {one.pid: one.ppid() for one in below if one.is_running()}
+                self._parents |= {child.pid: child.ppid() for child in below if child.is_running()}
                 for pid in {root, *self._parents} - self._known.keys():
                     self._known[pid] = _Process(pid)
-        for pid, one in self._known.items():
-            one.last = max(one.last, _read_nbytes(pid))
+        for pid, process in self._known.items():
+            process.last = max(process.last, _read_nbytes(pid))
 
 
 def _read_nbytes(pid: int) -> int:

@@ -38,8 +38,8 @@ def manifest_of_target(target: str, daemon: str, *, quiet: bool = False) -> Mani
         return _of_program(module, name, daemon, quiet=quiet)
     if target.endswith(_TAR):
         shards = braces(target)
-        found = _of_shards(shards)
-        return _whole(shards) if found is None else found
+        manifest = _of_shards(shards)
+        return _whole(shards) if manifest is None else manifest
     return _whole([target]) if Path(target).is_file() else folder_manifest(target)
 
 
@@ -110,12 +110,12 @@ def _all_files(path: str) -> Manifest:
     from creel.loader.data.reading.listing import files_below
 
     root = absolute(path)
-    found = files_below(root)
-    if not len(found):
+    listing = files_below(root)
+    if not len(listing):
         raise NotFoundError(f"there are no files below {public(path)}")
-    names = [escape(root, name) for name in found.names]
+    names = [escape(root, name) for name in listing.names]
     if all(name.endswith(_TAR) for name in names):
         tars = _of_shards([f"{root}/{name}" for name in names])
         if tars is not None:
             return tars
-    return Manifest.of_files(names, root=root, lengths=found.nbytes).reached(StorageOptions())
+    return Manifest.of_files(names, root=root, lengths=listing.nbytes).reached(StorageOptions())

@@ -50,9 +50,9 @@ def prepare(accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
     """
     prepared = accelerator.prepare(*objects, **options)
     each = prepared if len(objects) > 1 else (prepared,)
-    for given, one in zip(objects, each, strict=True):
+    for given, ready in zip(objects, each, strict=True):
         if isinstance(given, creel.DataLoader):
-            served(one, args_of(given))
+            served(ready, args_of(given))
     return prepared
 
 
@@ -65,9 +65,9 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """
     import accelerate
 
-    rest = accelerate.skip_first_batches(loader, num_batches)
+    remaining = accelerate.skip_first_batches(loader, num_batches)
     base = getattr(loader, "base_dataloader", loader)
-    return served(rest, args_of(base)) if isinstance(base, creel.DataLoader) else rest
+    return served(remaining, args_of(base)) if isinstance(base, creel.DataLoader) else remaining
 
 
 def served(prepared: Any, args: LoaderArgs = DEFAULTS) -> Any:

@@ -21,7 +21,7 @@ def arrays(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.numpy()
     if isinstance(value, Mapping):
-        return {key: arrays(one) for key, one in value.items()}
+        return {key: arrays(part) for key, part in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(arrays, value))
     if isinstance(value, (list, tuple)):

@@ -34,7 +34,7 @@ class Arrived:
             return self._next, self._skip
         return divmod(self._spans[0][0], self._log.about.records)
 
-    def look(self, enough: int) -> bool:
+    def poll(self, enough: int) -> bool:
         """Look for chunks until `enough` records are known; False if more must arrive first.
 
         Raises:

@@ -20,17 +20,17 @@ class KnownChunks:
     def __init__(self, log: Log) -> None:
         self._log = log
         there = log.numbers()
-        whole = (one for one in there if log.size(one) != ABSENT)
+        whole = (chunk for chunk in there if log.size(chunk) != ABSENT)
         first = next(whole, there[-1] + 1 if there else 0)
         self._first, self._next = first, first
         #: Chunks that readers passed, of which memories hold so many records; -1: to be deleted.
-        self._holding = dict.fromkeys((one for one in there if one < first), -1)
+        self._holding = dict.fromkeys((chunk for chunk in there if chunk < first), -1)
         self._samples = -1  # that memories held
         self._spare: int | None = None  # a chunk in place of which one may be appended
         self._ends = {first - 1: 0}  # bytes up to the end of each chunk, from the first one on
-        self._look()
+        self._add_new()
 
-    def _look(self) -> None:
+    def _add_new(self) -> None:
         """Find chunks that other producers have appended."""
         while (size := self._log.size(self._next)) != ABSENT:
             self._add(size)
@@ -49,7 +49,7 @@ class KnownChunks:
 
     def in_the_way(self, readers: Mapping[str, Cursor], nbytes: int) -> str | None:
         """Return the name of a reader that must read before `nbytes` more are appended, or None."""
-        self._look()
+        self._add_new()
         ahead, end = self._log.about.ahead, self._ends[self._next - 1]
         for name, cursor in (readers or {"a first reader": Cursor(0, 0, 0)}).items():
             unread = end - self._at(cursor)

@@ -87,9 +87,9 @@ def _by_rank(medium: Notes) -> dict[str, dict[int, Cursor]]:
     """Return the cursors that ranks of readers have written."""
     ranks: dict[str, dict[int, Cursor]] = {}
     for note, text in medium.notes(_FOLDER).items():
-        found, cursor = _NOTE.fullmatch(note), _parsed(text)
-        if found and cursor:
-            ranks.setdefault(found[1], {})[int(found[2])] = cursor
+        match, cursor = _NOTE.fullmatch(note), _parsed(text)
+        if match and cursor:
+            ranks.setdefault(match[1], {})[int(match[2])] = cursor
     return ranks
 
 
@@ -112,8 +112,8 @@ def _slowest(ranks: dict[int, Cursor]) -> Cursor:
 def _parsed(text: bytes) -> Cursor | None:
     """Return a cursor; None if the note holds something else."""
     try:
-        found = Cursor(*map(int, text.split()))
+        cursor = Cursor(*map(int, text.split()))
     except (TypeError, ValueError):
         return None
-    valid = len(text.split()) == 4 and min(found) >= 0 and 0 < found.ranks <= 1 << 20
-    return found if valid or found == _LEFT else None
+    valid = len(text.split()) == 4 and min(cursor) >= 0 and 0 < cursor.ranks <= 1 << 20
+    return cursor if valid or cursor == _LEFT else None

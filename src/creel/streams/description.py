@@ -46,14 +46,14 @@ class Description(msgspec.Struct, frozen=True):
         """
         try:
             spec = [(name, np.dtype(kind), shape) for name, kind, shape in self.fields]
-            made = np.dtype(spec, align=True)
+            dtype = np.dtype(spec, align=True)
         except (TypeError, ValueError) as e:
             raise ConfigError(f"the fields {self.fields} are not those of a record: {e}") from e
         kinds = [np.dtype(kind) for _, kind, _ in self.fields]
         wrong = [kind for kind in kinds if kind.kind not in _KINDS or kind.char in "gG"]
-        if wrong or not made.itemsize or any(not kind.isnative for kind in kinds):
+        if wrong or not dtype.itemsize or any(not kind.isnative for kind in kinds):
             raise ConfigError(f"fields are of numbers that torch has, not {wrong or self.fields}")
-        return made
+        return dtype
 
 
 class Column:
@@ -112,7 +112,7 @@ class Column:
 def _numeric(array: NDArray[Any]) -> bool:
     if array.dtype.kind != "O":
         return array.dtype.kind in "biufc"
-    return all(isinstance(one, (numbers.Number, np.bool_)) for one in array.flat)
+    return all(isinstance(value, (numbers.Number, np.bool_)) for value in array.flat)
 
 
 def _cast(array: NDArray[Any], dtype: np.dtype[Any]) -> tuple[NDArray[Any], Bools]:
@@ -145,12 +145,12 @@ def _of_objects(array: NDArray[Any], dtype: np.dtype[Any]) -> tuple[NDArray[Any]
     bounds = (0, 1) if dtype.kind == "b" else None
     if dtype.kind in "iu":
         bounds = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
-    for at, one in np.ndenumerate(array):
+    for at, value in np.ndenumerate(array):
         with suppress(TypeError, ValueError, OverflowError), np.errstate(all="ignore"):
-            if bounds is not None and not bounds[0] <= one <= bounds[1]:
+            if bounds is not None and not bounds[0] <= value <= bounds[1]:
                 continue
-            cast[at] = one
+            cast[at] = value
             held = cast[at].item()
-            rounded = bounds is None and not isinstance(one, numbers.Integral)
-            fits[at] = held == one or one != one or (rounded and np.isfinite(held))
+            rounded = bounds is None and not isinstance(value, numbers.Integral)
+            fits[at] = held == value or value != value or (rounded and np.isfinite(held))
     return cast, fits

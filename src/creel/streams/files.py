@@ -98,6 +98,7 @@ def punch(fd: int, but: Sequence[tuple[int, int]]) -> None:
     with suppress(OSError):
         os.fchmod(fd, status.st_mode | HOLES)  # first: nobody may take holes for records
         for first, stop in inside:
-            place = ctypes.c_int64(first), ctypes.c_int64(stop - first)
-            if first < stop and ctypes.CDLL(None).fallocate(fd, _PUNCH, *place):
+            if first < stop and ctypes.CDLL(None).fallocate(
+                fd, _PUNCH, ctypes.c_int64(first), ctypes.c_int64(stop - first)
+            ):
                 break

@@ -44,8 +44,8 @@ class LogFolder:
 
     def stat(self, number: int) -> tuple[int, float] | None:
         with self._failing(), suppress(FileNotFoundError):
-            found = os.stat(self.address(number))  # noqa: PTH116  quick: for every chunk
-            return None if found.st_mode & files.HOLES else (found.st_size, found.st_mtime)
+            status = os.stat(self.address(number))  # noqa: PTH116  quick: for every chunk
+            return None if status.st_mode & files.HOLES else (status.st_size, status.st_mtime)
         return None
 
     def numbers(self) -> list[int]:
@@ -90,7 +90,7 @@ class LogFolder:
         """
         if number and self.stat(number - 1) is not None:
             return number
-        there = (one for one in self.numbers() if self.stat(one) is not None)
+        there = (chunk for chunk in self.numbers() if self.stat(chunk) is not None)
         return max(number, next(there, number))
 
     def fill(self, pieces: Sequence[files.Piece]) -> int | None:
@@ -151,8 +151,8 @@ class LogFolder:
         names: list[str] = []
         with self._failing(), suppress(FileNotFoundError):
             names = os.listdir(f"{self.path}/{folder}")  # noqa: PTH208  quick: for every chunk
-        found = {n: self.note(f"{folder}/{n}") for n in names if not n.startswith(".")}
-        return {name: data for name, data in found.items() if data is not None}
+        texts = {n: self.note(f"{folder}/{n}") for n in names if not n.startswith(".")}
+        return {name: data for name, data in texts.items() if data is not None}
 
     def write(self, name: str, data: bytes, *, new: bool = False) -> bool:
         with self._failing():

@@ -128,10 +128,10 @@ class Log:
             return log
         there = cls.open(log.medium.path)
         for name in about.__struct_fields__:
-            mine, found = getattr(about, name), getattr(there.about, name)
-            if name != "id" and mine != found:
+            mine, theirs = getattr(about, name), getattr(there.about, name)
+            if name != "id" and mine != theirs:
                 raise ConfigError(
-                    f"{log.path} holds another stream, with {name}={found!r}, not {mine!r}: delete"
+                    f"{log.path} holds another stream, with {name}={theirs!r}, not {mine!r}: delete"
                     " it, or use another folder"
                 )
         log.medium.tidy()
@@ -189,10 +189,10 @@ class Log:
         Raises:
             ConfigError: it does not hold whole records, or too many.
         """
-        found = self.medium.stat(number)
-        if found is None:
+        status = self.medium.stat(number)
+        if status is None:
             return ABSENT
-        size = found[0]
+        size = status[0]
         if size % self.nbytes or not 0 < size <= self.about.records * self.nbytes:
             raise ConfigError(
                 f"{self.chunk(number)} has {size} bytes: a chunk holds 1 to {self.about.records}"
@@ -210,7 +210,7 @@ class Log:
         None if it is there or will be: chunks get their numbers in order.
         """
         there = self.numbers()  # on NFS this also drops what the client knows of absent names
-        later = (one for one in there if one > number and self.size(one) != ABSENT)
+        later = (chunk for chunk in there if chunk > number and self.size(chunk) != ABSENT)
         oldest = next(later, None)
         return oldest if oldest is not None and self.size(number) == ABSENT else None
 

@@ -50,15 +50,15 @@ def write(medium: Notes, name: str, rank: int, needed: Needed | None) -> None:
 
 def read(medium: Notes, readers: Mapping[str, Cursor]) -> Needed:
     """Return what the memories of these readers need, of all their ranks."""
-    found = set()  # all ranks have one memory, and most write the same
+    contents = set()  # all ranks have one memory, and most write the same
     for note, data in medium.notes(_FOLDER).items():
         name, _, rank = note.rpartition(".")
         cursor = readers.get(name)
         if cursor and len(data) >= 8 and rank.isdecimal() and int(rank) < cursor.ranks:
-            found.add(data[: len(data) // 8 * 8])
-    if not found:
+            contents.add(data[: len(data) // 8 * 8])
+    if not contents:
         return Needed(_NO_CHUNK, np.empty(0, np.int64))
-    ranks = [np.frombuffer(data, _NUMBER).astype(np.int64) for data in found]
+    ranks = [np.frombuffer(data, _NUMBER).astype(np.int64) for data in contents]
     floor = min(int(numbers[0]) for numbers in ranks)
     samples = np.concatenate([numbers[1:] for numbers in ranks])
     return Needed(floor, np.unique(samples, return_index=True)[0])  # so it sorts, which is quick

@@ -22,7 +22,7 @@ from creel.streams import cursors
 from creel.streams.chunks import KnownChunks
 from creel.streams.description import Column, Description
 from creel.streams.log import Log
-from creel.system.forks import forget_in_child
+from creel.system.forks import reset_in_child
 from creel.units import parse_size
 
 _log = logging.getLogger("creel.stream")
@@ -92,8 +92,9 @@ class Producer:
         if producers < 1 or (chunk is not None and chunk < 1):
             raise ConfigError(f"producers={producers} and chunk={chunk} must be 1 or more")
         listed = tuple((name, *_field(name, field)) for name, field in fields.items())
-        sizes = _nbytes(ahead), _nbytes(keep)
-        about = Description(uuid.uuid4().hex, listed, 1, *sizes, producers, named)
+        about = Description(
+            uuid.uuid4().hex, listed, 1, _nbytes(ahead), _nbytes(keep), producers, named
+        )
         fitting = max(_CHUNK_NBYTES // about.layout().itemsize, 1)
         records = chunk or min(fitting, _MOST_RECORDS)
         about = msgspec.structs.replace(about, records=records)
@@ -115,7 +116,7 @@ class Producer:
         self._chunks, self.waited_s = None, 0.0
         self._begin()
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Leave what is not written to the parent; called in a forked child."""
         self._count = 0
         self._chunks = None  # a thread that is not here may have been about to change it
@@ -128,7 +129,7 @@ class Producer:
         self._count = 0
         self._wrote_at = time.monotonic()
         self._lock, self._entered = threading.RLock(), False
-        forget_in_child(self)
+        reset_in_child(self)
 
     def put(self, **fields: ArrayLike) -> None:
         """Append one record; waits while readers are too far behind.
@@ -293,7 +294,7 @@ def _field(name: str, field: Field) -> tuple[str, tuple[int, ...]]:
 
 
 def _nbytes(size: int | str) -> int:
-    found = parse_size(size) if isinstance(size, str) else int(size)
-    if found < 0:
+    nbytes = parse_size(size) if isinstance(size, str) else int(size)
+    if nbytes < 0:
         raise ConfigError(f"{size} bytes: give 0 or more")
-    return found
+    return nbytes

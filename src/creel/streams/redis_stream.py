@@ -88,8 +88,18 @@ class RedisStream:
     def append(self, data: Sequence[memoryview], number: int, spare: int | None = None) -> int:
         del number, spare  # the server counts
         self._appended += 1
-        keys = self._key, f"{self._key}:notes"
-        return int(self._do("eval", _APPEND, 2, *keys, b"".join(data), self._me, self._appended))
+        return int(
+            self._do(
+                "eval",
+                _APPEND,
+                2,
+                self._key,
+                f"{self._key}:notes",
+                b"".join(data),
+                self._me,
+                self._appended,
+            )
+        )
 
     def stat(self, number: int) -> tuple[int, float] | None:
         for _, about in self._do("xrange", self._key, f"1-{number}", f"1-{number}"):
@@ -108,11 +118,11 @@ class RedisStream:
                 asked.getrange(f"{self._key}:{number}", offset, offset + nbytes - 1)
             parts = asked.execute()
         for (number, offset, buffers), nbytes, part in zip(pieces, sizes, parts, strict=True):
-            found = memoryview(part or self._kept(number, offset, nbytes))
-            if len(found) != nbytes:
+            view = memoryview(part or self._kept(number, offset, nbytes))
+            if len(view) != nbytes:
                 return number
             for out in buffers:
-                out[:], found = found[: len(out)], found[len(out) :]
+                out[:], view = view[: len(out)], view[len(out) :]
         return None
 
     def _kept(self, number: int, offset: int, nbytes: int) -> bytes:
@@ -126,9 +136,18 @@ class RedisStream:
         return data
 
     def delete(self, number: int, but: Sequence[tuple[int, int]] = ()) -> None:
-        keys = self._key, f"{self._key}:{number}", f"{self._key}:{number}:kept"
         kept = [str(n) for part in but for n in part]
-        self._do("eval", _DELETE, 4, *keys, f"{self._key}:parts", f"1-{number}", *kept)
+        self._do(
+            "eval",
+            _DELETE,
+            4,
+            self._key,
+            f"{self._key}:{number}",
+            f"{self._key}:{number}:kept",
+            f"{self._key}:parts",
+            f"1-{number}",
+            *kept,
+        )
 
     # --- notes ----------------------------------------------------------------------------------
 
@@ -136,12 +155,12 @@ class RedisStream:
         pass  # commands are done as a whole, or not at all
 
     def note(self, name: str) -> bytes | None:
-        found: bytes | None = self._do("hget", *self._field(name))
-        return found
+        text: bytes | None = self._do("hget", *self._field(name))
+        return text
 
     def notes(self, folder: str) -> dict[str, bytes]:
-        found = self._do("hgetall", f"{self._key}:{folder}")
-        return {name.decode(): data for name, data in found.items()}
+        by_name = self._do("hgetall", f"{self._key}:{folder}")
+        return {name.decode(): data for name, data in by_name.items()}
 
     def write(self, name: str, data: bytes, *, new: bool = False) -> bool:
         wrote = self._do("hsetnx" if new else "hset", *self._field(name), data)
@@ -188,5 +207,5 @@ def shown(address: str) -> str:
     >>> shown("redis://me:secret@host:6379/sim")
     'redis://host:6379/sim'
     """
-    scheme, found, rest = address.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if found else address
+    scheme, separator, location = address.partition("://")
+    return f"{scheme}://{location.rpartition('@')[2]}" if separator else address

@@ -15,7 +15,7 @@ from typing import Protocol
 class Inherited(Protocol):
     """An object that a forked child must not use as its parent does."""
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Stop using what belongs to the parent; called in a forked child."""
 
 
@@ -39,7 +39,7 @@ PAUSE_S = 2.0
 _LEFT_S, _MOST_LEFT_S = 5e-5, 0.1
 
 
-def forget_in_child(thing: Inherited) -> None:
+def reset_in_child(thing: Inherited) -> None:
     """Call `thing.forget()` in all children of this process, and theirs, while `thing` lives."""
     _inherited.add(thing)
 
@@ -84,9 +84,9 @@ def at_fork(**hooks: Callable[[], None]) -> None:
         register(**hooks)
 
 
-def _forget_all() -> None:
+def _reset_all() -> None:
     for thing in list(_inherited):
-        thing.forget()
+        thing.reset_for_process()
 
 
 def _pause_all() -> None:
@@ -97,7 +97,7 @@ def _pause_all() -> None:
     _ending.clear()
 
 
-at_fork(after_in_child=_forget_all)
+at_fork(after_in_child=_reset_all)
 
 _held = threading.RLock()
 

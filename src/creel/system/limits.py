@@ -81,30 +81,36 @@ def _cgroups(cold: str) -> list[tuple[int, int]]:
 
     cold: pattern of the counters in `memory.stat` that do not count as used.
     """
-    found = []
+    limits = []
     for line in _read(_ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             # Above memory.high the kernel slows all processes of the group down.
             for limit in ("memory.max", "memory.high"):
-                v2 = (limit, "memory.current", cold)
-                found += _walk(_ROOT / "sys/fs/cgroup", path, *v2)
+                limits += _walk(_ROOT / "sys/fs/cgroup", path, limit, "memory.current", cold)
         elif "memory" in controllers.split(","):
-            v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", f"total_{cold}")
-            found += _walk(_ROOT / "sys/fs/cgroup/memory", path, *v1)
-    return found
+            limits += _walk(
+                _ROOT / "sys/fs/cgroup/memory",
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                f"total_{cold}",
+            )
+    return limits
 
 
 def _walk(mount: Path, path: str, limit: str, used: str, cold: str) -> list[tuple[int, int]]:
     """Return (limit, used) from the process's cgroup up to the mount, a container's own group."""
-    found = []
+    limits = []
     for folder in _folders(mount, path):
         limit_nbytes = _number(_read(folder / limit))
         if limit_nbytes is not None and limit_nbytes < _NO_LIMIT:
             stat = re.finditer(rf"^{cold} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
-            reclaimable = sum(int(found[1]) for found in stat)
-            found.append((limit_nbytes, max((_number(_read(folder / used)) or 0) - reclaimable, 0)))
-    return found
+            reclaimable = sum(int(match[1]) for match in stat)
+            limits.append(
+                (limit_nbytes, max((_number(_read(folder / used)) or 0) - reclaimable, 0))
+            )
+    return limits
 
 
 def _folders(mount: Path, path: str) -> list[Path]:

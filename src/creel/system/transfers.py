@@ -16,7 +16,7 @@ def transfer(call: Callable[..., int], fd: int, buffers: Iterable[Any], offset: 
     Returns:
         How many bytes that were; fewer than the buffers have only at the end of the file.
     """
-    views = [memoryview(one) for one in buffers]
+    views = [memoryview(buffer) for buffer in buffers]
     left, at = deque(view.cast("B") for view in views if view.nbytes), offset
     while left and (done := call(fd, list(islice(left, IOV_MAX)), at)):
         at += done

@@ -145,13 +145,13 @@ def owner_of(address: str) -> int | None:
 
 def _bound() -> dict[str, int]:
     """Return the inodes of all abstract SOCK_SEQPACKET addresses of this network namespace."""
-    found = {}
+    inodes = {}
     for line in text_of("/proc/net/unix", errors="replace").splitlines()[1:]:
         words = line.split(maxsplit=7)
         # Accepted connections have the same name, but are not in state 1, "unconnected".
         if words[4:6] == ["0005", "01"] and len(words) == 8 and words[7].startswith("@"):
-            found["\0" + words[7][1:]] = int(words[6])
-    return found
+            inodes["\0" + words[7][1:]] = int(words[6])
+    return inodes
 
 
 def bound(prefix: str, suffix: str) -> list[str]:
@@ -161,8 +161,8 @@ def bound(prefix: str, suffix: str) -> list[str]:
     """
     min_length = len(prefix) + len(suffix)
     with suppress(OSError, ValueError):
-        found = (a for a in _bound() if a.startswith(prefix) and a.endswith(suffix))
-        return sorted(a for a in found if len(a) > min_length)
+        addresses = (a for a in _bound() if a.startswith(prefix) and a.endswith(suffix))
+        return sorted(a for a in addresses if len(a) > min_length)
     return []
 
 

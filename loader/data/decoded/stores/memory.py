@@ -23,7 +23,7 @@ from creel.cache.memory.memfd import (
     punch_hole,
 )
 from creel.system import transfers
-from creel.system.forks import forget_in_child
+from creel.system.forks import reset_in_child
 
 #: Bytes of the words, before the index.
 WORDS_NBYTES = 4096
@@ -123,10 +123,10 @@ class _SharedMemfd:
     """The memfd of this process's stores. A child has its own for stores that it opens."""
 
     def __init__(self) -> None:
-        self.forget()
-        forget_in_child(self)
+        self.reset_for_process()
+        reset_in_child(self)
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.RLock()  # reentrant: a finaliser may open a store
         self._own: Descriptor | None = None
@@ -191,6 +191,6 @@ def transfer(call: Callable[..., int], own: Extent, buffers: Sequence[Any], plac
     Raises:
         OSError: the system refuses, or there is less.
     """
-    nbytes = sum(memoryview(one).nbytes for one in buffers)
+    nbytes = sum(memoryview(buffer).nbytes for buffer in buffers)
     if transfers.transfer(call, own.fd, buffers, own.first + place) < nbytes:
         raise OSError("fewer bytes than expected")

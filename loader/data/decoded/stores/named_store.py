@@ -134,7 +134,7 @@ class NamedStore(DecodedStore):
         free = disk.f_bavail * disk.f_frsize - self.file.keep_free
         return free if self.limit is None else min(free, self.limit - self._words[USED])
 
-    def _look(self) -> None:
+    def _poll_memory(self) -> None:
         """Do nothing: the system takes the page cache back by itself."""
 
     def _clear(self) -> None:

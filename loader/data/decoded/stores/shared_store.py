@@ -25,7 +25,7 @@ from creel.cache.memory.memfd import Descriptor
 from creel.loader.client.cluster.ranks import job_here
 from creel.loader.data.decoded.stores.memory import Extent, index_nbytes, new_memory
 from creel.loader.data.decoded.stores.store import DecodedStore
-from creel.system.forks import forget_in_child
+from creel.system.forks import reset_in_child
 from creel.system.limits import descriptors_run_out
 from creel.system.unix_peers import known_apart, listener_at, view_of
 
@@ -84,11 +84,11 @@ def _of_node(name: str, samples: int, limit: int | None) -> DecodedStore:
             joined = DecodedStore(own, samples, limit, joint=True)
             joined.mine = False
             return joined
-        made = DecodedStore(new_memory(samples, memory), samples, limit, joint=True)
-        if _listen(address, made):
-            return made
+        store = DecodedStore(new_memory(samples, memory), samples, limit, joint=True)
+        if _listen(address, store):
+            return store
         time.sleep(_PAUSE_S)
-    return made
+    return store
 
 
 def _digest(name: str) -> str:
@@ -102,9 +102,9 @@ class _RankListener:
 
     def __init__(self, listening: socket.socket) -> None:
         self._socket = listening
-        forget_in_child(self)
+        reset_in_child(self)
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Close the copy in a forked child."""
         self._socket.close()
 
@@ -119,7 +119,7 @@ def _listen(address: str, store: DecodedStore) -> bool:
         listening.close()
         return False
     listener = _RankListener(listening)
-    weakref.finalize(store, listener.forget).atexit = False
+    weakref.finalize(store, listener.reset_for_process).atexit = False
     return True
 
 

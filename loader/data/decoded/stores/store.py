@@ -49,13 +49,13 @@ from creel.policies.memory import (
     SampleCost,
     decoded_room,
     given_back,
-    next_look_s,
+    next_poll_s,
     reserve,
     saving,
     storage_s,
 )
 from creel.system import limits
-from creel.system.forks import forget_in_child
+from creel.system.forks import reset_in_child
 from creel.units import format_size
 
 _log = logging.getLogger("creel.loader")
@@ -90,7 +90,7 @@ _LOOKING_NS = 20_000_000
 _SHORT_NS = 1_000_000_000
 _FOREVER_NS = (1 << 63) - 1
 _READ = getattr(mmap, "PROT_READ", 0)  # not on Windows, where this module is imported as well
-#: So many samples that cannot be kept, and none that can, are a dataset of others.
+#: Give up after so many samples of which none could be kept.
 _HOPELESS = 64
 
 #: What identifies the bytes that a sample was decoded from: plain values.
@@ -146,8 +146,8 @@ class DecodedStore:
         #: Whether this process made the memfd.
         self.mine = True
         self._counter: weakref.ref[object] | None = None
-        self.forget()
-        forget_in_child(self)
+        self.reset_for_process()
+        reset_in_child(self)
         self.opener = opener or self._new_opener()
 
     @classmethod
@@ -156,11 +156,11 @@ class DecodedStore:
 
         Its memory is given back when it is deleted: workers that still have it then keep nothing.
         """
-        made = cls(memory_of_process(samples), samples, limit)
-        weakref.finalize(made, _end, os.getpid(), made.own, made._words).atexit = False
-        return made
+        store = cls(memory_of_process(samples), samples, limit)
+        weakref.finalize(store, _end, os.getpid(), store.own, store._words).atexit = False
+        return store
 
-    def forget(self) -> None:
+    def reset_for_process(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
 
@@ -251,12 +251,12 @@ class DecodedStore:
         if not word or self._words[_REFUSED]:
             return None
         with suppress(OSError):
-            self._look()
+            self._poll_memory()
         try:
             data = self._bytes(*_place_of(word))
-            found, length = _HEAD.unpack_from(data)
+            stored_number, length = _HEAD.unpack_from(data)
             begin = _HEAD.size + length
-            if found != number or not 0 <= length <= len(data) - _HEAD.size:
+            if stored_number != number or not 0 <= length <= len(data) - _HEAD.size:
                 return None
             by, stamp, node = _unpack(data[_HEAD.size : begin])
             if not current(stamp):
@@ -449,7 +449,7 @@ class DecodedStore:
         """Remove all samples; under the lock."""
         self._remove(np.flatnonzero(self._index))
 
-    def _look(self) -> None:
+    def _poll_memory(self) -> None:
         """Give memory back if other processes lack it; looks the more often the less is free."""
         now = time.monotonic_ns()
         if now < self._words[_LOOK_NS]:
@@ -457,7 +457,7 @@ class DecodedStore:
         self._words[_LOOK_NS] = now + _LOOKING_NS  # one process is enough
         memory = limits.memory(active=True)
         keep = reserve(memory.total)
-        self._words[_LOOK_NS] = now + int(1e9 * next_look_s(memory.available, keep))
+        self._words[_LOOK_NS] = now + int(1e9 * next_poll_s(memory.available, keep))
         wanted = given_back(memory.available, keep, 0)
         if wanted > 0:
             self.give_back(wanted)

@@ -51,11 +51,13 @@ _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), FunctionT
 class _Late:
     """A column of pandas or Arrow, whose values become Python's when they are asked for."""
 
-    def __init__(self, one: Callable[[int], object], every: Callable[[], list[object]]) -> None:
-        self.one, self.every = one, every
+    def __init__(
+        self, value_at: Callable[[int], object], every: Callable[[], list[object]]
+    ) -> None:
+        self.value_at, self.every = value_at, every
 
     def __getitem__(self, i: int) -> object:
-        return self.one(i)
+        return self.value_at(i)
 
 
 class ListedColumn(NamedTuple):
@@ -145,8 +147,8 @@ def _inside(value: Any, kind: type) -> list[Any]:
 
 def _is(value: object, module: str, *names: str) -> bool:
     """Whether a value is of exactly one of these classes of an imported module."""
-    found = sys.modules.get(module)
-    return any(type(value) is getattr(found, name, None) for name in names)
+    library = sys.modules.get(module)
+    return any(type(value) is getattr(library, name, None) for name in names)
 
 
 def _columns(dataset: object, size: int) -> Iterator[ListedColumn]:
@@ -274,10 +276,10 @@ def paths_in(dataset: object, size: int) -> Paths | None:
     try:
         columns, first, largest = [], "", 0
         for column in islice(_candidates(dataset, size), 1, _COLUMNS):
-            found = _few_files(column, size)
-            if found is not None:
+            probe = _few_files(column, size)
+            if probe is not None:
                 columns.append(column)
-                first, largest = first or found[0], max(largest, found[1])
+                first, largest = first or probe[0], max(largest, probe[1])
     except Exception:  # noqa: BLE001  a container that behaves oddly
         return None
     return Paths(columns, first, largest) if 1 <= len(columns) <= MAX_FILES else None
@@ -349,14 +351,14 @@ def solved(
         candidates = list(islice(_candidates(dataset, size), _COLUMNS))
         files: list[list[str]] = []
         for texts in zip(*read, strict=True):  # raises if samples have read different numbers
-            found = _template(list(texts), samples, candidates, size)
-            if found is None or len(files) == MAX_FILES:
+            template = _template(list(texts), samples, candidates, size)
+            if template is None or len(files) == MAX_FILES:
                 return None
-            files.append(found)
+            files.append(template)
     except Exception:  # noqa: BLE001  or a container that behaves oddly
         return None
-    told = any(len(set(column)) > 1 for column in files)
-    return FileList(_by_sample(files), len(files)) if told else None
+    differs = any(len(set(column)) > 1 for column in files)
+    return FileList(_by_sample(files), len(files)) if differs else None
 
 
 def _template(
@@ -365,7 +367,11 @@ def _template(
     """Return the texts of all samples, of which those of some are known; None: no columns fit."""
     digits = {len(run[1]) if (run := _NUMBER.search(text)) else 0 for text in texts}
     for width in (0, *(digits if len(digits) == 1 else ())):
-        known = [(one, found) for one in candidates if (found := _at(one, samples, width))]
+        known = [
+            (column, column_texts)
+            for column in candidates
+            if (column_texts := _at(column, samples, width))
+        ]
         parts = _parts(texts, known, _PARTS)
         if parts is not None:
             pieces = [repeat(p, size) if type(p) is str else p.texts(size, width) for p in parts]  # type: ignore[union-attr]  # else a ListedColumn

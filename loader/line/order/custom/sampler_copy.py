@@ -45,7 +45,7 @@ class SamplerCopy:
         self._epochs: list[object] = []  # the counts of the last of these epochs
         holders = sampler, attribute(sampler, "sampler")
         kept = [attribute(h, name) for h in holders for name in ("dataset", "data_source")]
-        memo = {id(one): one for one in (loader.dataset, *kept)}  # they are not copied
+        memo = {id(value): value for value in (loader.dataset, *kept)}  # they are not copied
         self._copied: Any = self._guarded(copy.deepcopy, (sampler, loader.generator), memo)
 
     @property
@@ -63,36 +63,40 @@ class SamplerCopy:
         """
         while self._copied and len(self._plans) <= epochs_ahead:
             anew = not (self._persistent and (kept or self._plans))
-            found = self._guarded(self._run, *self._copied, anew)
-            if found is not None:
-                self._plans.append(EpochPlan(partial(PredictedEpoch, *found)))
+            predicted = self._guarded(self._run, *self._copied, anew)
+            if predicted is not None:
+                self._plans.append(EpochPlan(partial(PredictedEpoch, *predicted)))
         return self._plans[epochs_ahead] if self._copied else None
 
     def _run(self, sampler: Any, generator: torch.Generator | None, anew: bool) -> PredictedEpoch:
         counting = [sampler, attribute(sampler, "sampler")]
-        for one, epoch in zip(counting, self._epochs, strict=False):
+        for epoch_sampler, epoch in zip(counting, self._epochs, strict=False):
             # Scripts call set_epoch between two epochs, where a sampler does not count by itself.
-            if isinstance(epoch, int) and one.epoch == epoch and attribute(one, "set_epoch"):
-                one.set_epoch(epoch + 1)
-        self._epochs = [attribute(one, "epoch") for one in counting]
+            if (
+                isinstance(epoch, int)
+                and epoch_sampler.epoch == epoch
+                and attribute(epoch_sampler, "set_epoch")
+            ):
+                epoch_sampler.set_epoch(epoch + 1)
+        self._epochs = [attribute(sampler, "epoch") for sampler in counting]
         items = iter(sampler)
         if anew and generator is not None:
             RandomSource().seed(generator)
         if anew and self._workers:
             items = iter(sampler)  # torch's iterator with workers calls iter() twice
-        found = run_to_end(items, time.monotonic() + COPY_S)
-        if found is None:
+        predicted = run_to_end(items, time.monotonic() + COPY_S)
+        if predicted is None:
             raise TimeoutError(f"an epoch of it takes more than {COPY_S:g} s")
-        return found
+        return predicted
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Call user code; give up if it raises or draws from a global generator."""
-        shared, found, why = _global_generators(), None, ""
+        shared, result, why = _global_generators(), None, ""
         before = [get() for get, _ in shared]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the sampler itself will warn
-                found = work(*args)
+                result = work(*args)
         except Exception as e:  # noqa: BLE001  any error means that it cannot be predicted
             why = repr(e)
         finally:
@@ -102,7 +106,7 @@ class SamplerCopy:
                     put_back(state)
         if why:
             self.give_up(why)
-        return None if why else found
+        return None if why else result
 
 
 def _global_generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:

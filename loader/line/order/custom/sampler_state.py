@@ -13,14 +13,14 @@ from creel.loader.data.user_code.protected import attribute
 _log = logging.getLogger("creel.loader")
 
 
-class OwnState(TypedDict, total=False):
+class SamplerState(TypedDict, total=False):
     """The state of one custom sampler; empty if it has nothing to save."""
 
     state: object  # its own `state_dict()`
     epoch: int  # for its own `set_epoch`
 
 
-def own_states(sampler: object) -> list[OwnState]:
+def sampler_states(sampler: object) -> list[SamplerState]:
     """Return the present state of the user's custom samplers, the outer one first.
 
     Args:
@@ -29,18 +29,18 @@ def own_states(sampler: object) -> list[OwnState]:
     return [_state_of(own) for own in _own_samplers(sampler)]
 
 
-def load_own(sampler: object, states: list[OwnState]) -> None:
-    """Restore the user's custom samplers from `own_states`; warn if nothing was saved.
+def load_sampler_states(sampler: object, states: list[SamplerState]) -> None:
+    """Restore the user's custom samplers from `sampler_states`; warn if nothing was saved.
 
     Raises:
         Exception: their `load_state_dict` or `set_epoch` failed.
     """
     own = _own_samplers(sampler)
-    for one, state in zip(own, states, strict=False):
+    for stateful, state in zip(own, states, strict=False):
         if "state" in state:
-            one.load_state_dict(state["state"])  # type: ignore[attr-defined]  # it had both
+            stateful.load_state_dict(state["state"])  # type: ignore[attr-defined]  # it had both
         elif "epoch" in state:
-            one.set_epoch(state["epoch"])  # type: ignore[attr-defined]  # as above
+            stateful.set_epoch(state["epoch"])  # type: ignore[attr-defined]  # as above
     if states and not any(states):
         warnings.warn(
             with_rank(
@@ -57,7 +57,7 @@ def _own_samplers(sampler: object) -> list[object]:
     return [s for s in both if s is not None and type(s).__module__.partition(".")[0] != "torch"]
 
 
-def _state_of(sampler: object) -> OwnState:
+def _state_of(sampler: object) -> SamplerState:
     if all(callable(attribute(sampler, name)) for name in ("state_dict", "load_state_dict")):
         try:
             return {"state": copy.deepcopy(sampler.state_dict())}  # type: ignore[attr-defined]  # so

@@ -43,7 +43,7 @@ class FileSample(NamedTuple):
     newest: float
 
 
-def looks(address: str, disk: str, now: float) -> Iterator[Finding]:
+def findings(address: str, disk: str, now: float) -> Iterator[Finding]:
     """Yield what is wrong with the storage of a dataset.
 
     Args:
@@ -109,44 +109,44 @@ def _files(root: str, until: float) -> Iterator[str]:
 
 def metadata(ms: float, mean_nbytes: float) -> Finding:
     """Judge the time of one `stat`, the median of some."""
-    found = f"{ms:.2g} ms to look at a file, {format_size(int(mean_nbytes))} each"
+    state = f"{ms:.2g} ms to look at a file, {format_size(int(mean_nbytes))} each"
     remedy = ""
     if ms > _SLOW_MS:
         remedy = "the metadata server is slow: pack the files into shards (docs/datasets.md)"
-    return judged("metadata", found, remedy)
+    return judged("metadata", state, remedy)
 
 
 def clock(ahead_s: float) -> Finding:
     """Judge how far the newest file's time of change is ahead of this node's clock."""
     if ahead_s <= _AHEAD_S:
         return Finding("clock", "ok", "no file is from the future")
-    found = f"a file was changed {ahead_s:,.1f} s in the future"
+    state = f"a file was changed {ahead_s:,.1f} s in the future"
     remedy = "changes may go unnoticed: let this node and the file server use one NTP server"
-    return Finding("clock", "warn", found, remedy)
+    return Finding("clock", "warn", state, remedy)
 
 
 def stripes(count: int | None, mean_nbytes: float) -> Finding:
     """Judge the stripes of a file on Lustre; None: `lfs` cannot tell."""
     if count is None:
         return Finding("Lustre", "warn", "unknown stripes", "install lfs, and look at its output")
-    found = f"{count} stripes for files of {format_size(int(mean_nbytes))}"
+    state = f"{count} stripes for files of {format_size(int(mean_nbytes))}"
     remedy = ""
     if count != 1 and mean_nbytes < _STRIPED_NBYTES:
         remedy = "each open asks several servers: lfs setstripe -c 1 FOLDER, and copy the files"
     elif count == 1 and mean_nbytes > _SINGLE_NBYTES:
         remedy = "one server sends all of a file: lfs setstripe -c 8 FOLDER, and copy the files"
-    return judged("Lustre", found, remedy)
+    return judged("Lustre", state, remedy)
 
 
 def tier(source_Bps: float, disk_Bps: float) -> Finding:  # noqa: N803  bytes per second
     """Compare the disk tier with the storage; a rate of 0 could not be measured."""
     if not source_Bps or not disk_Bps:
         return Finding("disk tier", "warn", "its rate is unknown", "check disk.path and its room")
-    found = (
+    state = (
         f"{format_size(int(disk_Bps))}/s, the dataset's storage {format_size(int(source_Bps))}/s"
     )
     remedy = "slower than what it stands for: leave disk.path empty, or name a faster disk"
-    return judged("disk tier", found, remedy if disk_Bps < _ALIKE * source_Bps else "")
+    return judged("disk tier", state, remedy if disk_Bps < _ALIKE * source_Bps else "")
 
 
 def remote(reason: str, files: int | None) -> Finding:
@@ -155,9 +155,9 @@ def remote(reason: str, files: int | None) -> Finding:
     files: None if the listing was not over in time.
     """
     if not reason and files is None:
-        found = f"not listed within {_LISTED_S:.0f} s"
+        state = f"not listed within {_LISTED_S:.0f} s"
         remedy = "does the server answer? check network, endpoint and proxies; or it has many files"
-        return Finding("storage", "warn", found, remedy)
+        return Finding("storage", "warn", state, remedy)
     if not reason:
         return Finding("storage", "ok", f"{files} files")
     remedies = (

@@ -15,7 +15,7 @@ from creel.config import Config
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
-def looks(config: Config, env: Mapping[str, str]) -> Iterator[Finding]:
+def findings(config: Config, env: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding for each of them that is set."""
     if config.daemon.metrics:
         yield _page(config.daemon.metrics)
@@ -27,8 +27,8 @@ def looks(config: Config, env: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("key", "warn", "the key of this job travels through torch's store", remedy)
     if cluster.hosts:
         remedy = "who sees their network sees your data: cluster.encrypt = true, or trust it"
-        found = f"cluster.encrypt = {str(cluster.encrypt).lower()}, between listed nodes"
-        yield judged("encryption", found, "" if cluster.encrypt else remedy)
+        state = f"cluster.encrypt = {str(cluster.encrypt).lower()}, between listed nodes"
+        yield judged("encryption", state, "" if cluster.encrypt else remedy)
     for name in _ENDPOINTS:
         yield from _endpoint(name, env.get(name, ""))
 

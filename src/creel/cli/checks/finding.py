@@ -10,10 +10,14 @@ class Finding(NamedTuple):
 
     name: str
     level: str
-    found: str
+    state: str
     remedy: str = ""
 
+    def values(self) -> dict[str, str]:
+        """Return what `--json` has of it."""
+        return {"name": self.name, "level": self.level, "found": self.state, "remedy": self.remedy}
 
-def judged(name: str, found: str, remedy: str) -> Finding:
+
+def judged(name: str, state: str, remedy: str) -> Finding:
     """Return a warning if there is a remedy, else a finding without trouble."""
-    return Finding(name, "warn" if remedy else "ok", found, remedy)
+    return Finding(name, "warn" if remedy else "ok", state, remedy)

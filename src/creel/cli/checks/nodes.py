@@ -38,7 +38,7 @@ class NodeAnswer(NamedTuple):
     ahead_s: float = 0.0
 
 
-def looks(setting: str, port: int) -> Iterator[Finding]:
+def findings(setting: str, port: int) -> Iterator[Finding]:
     """Yield what is wrong between this node and others of its job.
 
     Args:
@@ -75,13 +75,13 @@ def judge(answer: NodeAnswer) -> Iterator[Finding]:
         remedy = "start it on all nodes at once (srun), and let a firewall pass TCP between them"
         yield Finding("nodes", "bad", f"{answer.host}: {answer.reason}", remedy)
         return
-    found = f"{format_size(int(answer.Bps))}/s from {answer.host}"
+    speed = f"{format_size(int(answer.Bps))}/s from {answer.host}"
     remedy = "is that the fast network? list the nodes by their names there (cluster.hosts)"
-    yield judged("nodes", found, remedy if answer.Bps < _SLOW_BPS else "")
+    yield judged("nodes", speed, remedy if answer.Bps < _SLOW_BPS else "")
     if abs(answer.ahead_s) > _CLOCK_S:
         way = "ahead" if answer.ahead_s > 0 else "behind"
-        told = f"the clock of {answer.host} is {abs(answer.ahead_s):,.1f} s {way}"
-        yield Finding("clock", "warn", told, "let all nodes use one NTP server")
+        clock = f"the clock of {answer.host} is {abs(answer.ahead_s):,.1f} s {way}"
+        yield Finding("clock", "warn", clock, "let all nodes use one NTP server")
 
 
 def ask(host: str, port: int, wait_s: float = _WAIT_S) -> NodeAnswer:

@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 _JOB = re.compile(r"/job_(\d+)")
 
 
-def looks(
+def findings(
     stats: Row, datasets: Sequence[Row], env: Mapping[str, str], cores: float
 ) -> Iterator[Finding]:
     """Yield what is wrong with the running jobs.
@@ -26,8 +26,8 @@ def looks(
         cores: processors that processes here can keep busy.
     """
     sessions = stats["sessions"]
-    ranks = len({one["pid"] for one in sessions})
-    yield workers(sum(int(one["workers"]) for one in sessions), cores)
+    ranks = len({session["pid"] for session in sessions})
+    yield workers(sum(int(session["workers"]) for session in sessions), cores)
     yield threads(env, cores, ranks)
     yield batches(sessions, datasets, int(stats["memory"]["budget_nbytes"]))
     yield opened(sessions)
@@ -35,9 +35,9 @@ def looks(
 
 def workers(count: int, cores: float) -> Finding:
     """Compare the workers of all ranks with the processors that they share."""
-    found = f"{count} workers at work, {cores:.4g} processors"
+    state = f"{count} workers at work, {cores:.4g} processors"
     remedy = f"they share processors: lower num_workers to {max(int(cores), 1)} for all ranks"
-    return judged("workers", found, remedy if count > cores else "")
+    return judged("workers", state, remedy if count > cores else "")
 
 
 def threads(env: Mapping[str, str], cores: float, ranks: int) -> Finding:
@@ -51,40 +51,42 @@ def threads(env: Mapping[str, str], cores: float, ranks: int) -> Finding:
     )
     said, share = env.get("OMP_NUM_THREADS", ""), max(int(cores / max(ranks, 1)), 1)
     each = _number(said.partition(",")[0]) if said else int(cores)
-    found = f"OMP_NUM_THREADS={said or '(not set)'} for {ranks} ranks, {cores:.4g} processors"
+    state = f"OMP_NUM_THREADS={said or '(not set)'} for {ranks} ranks, {cores:.4g} processors"
     remedy = f"ranks take each other's processors: export OMP_NUM_THREADS={share}"
-    return judged("OMP threads", found, remedy if ranks * each > cores and each > share else "")
+    return judged("OMP threads", state, remedy if ranks * each > cores and each > share else "")
 
 
 def _number(text: str) -> int:
     """Return the number that a text begins with, else 0: Slurm writes `4(x2)`."""
-    found = re.match(r"\d+", text)
-    return int(found[0]) if found else 0
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else 0
 
 
 def batches(sessions: Sequence[Row], datasets: Sequence[Row], budget_nbytes: int) -> Finding:
     """Compare the budget with two batches of each rank: the one being read and the next."""
-    mean = {one["dataset"]: one["nbytes"] / max(one["objects"], 1) for one in datasets}
+    mean = {
+        session["dataset"]: session["nbytes"] / max(session["objects"], 1) for session in datasets
+    }
     need = 0.0
-    for one in sessions:
-        if one["batches"]:
-            need += 2 * one["samples"] / one["batches"] * mean.get(one["dataset"], 0)
+    for session in sessions:
+        if session["batches"]:
+            need += 2 * session["samples"] / session["batches"] * mean.get(session["dataset"], 0)
     if not need:
         return Finding("batches", "ok", "no batch of files was taken yet")
-    found = f"two batches of each rank take {format_size(int(need))}"
+    state = f"two batches of each rank take {format_size(int(need))}"
     remedy = f"memory.budget is {format_size(budget_nbytes)}: no batch can wait in it, raise it"
-    return judged("batches", found, remedy if need > budget_nbytes else "")
+    return judged("batches", state, remedy if need > budget_nbytes else "")
 
 
 def opened(sessions: Sequence[Row]) -> Finding:
     """Name files that datasets read themselves, and that their loaders have seen awaited."""
-    waiting = [one for one in sessions if one["own_file"]]
+    waiting = [session for session in sessions if session["own_file"]]
     if not waiting:
         return Finding("own files", "ok", "no rank waits for files that its dataset reads itself")
-    files = ", ".join(f"pid {one['pid']} for {one['own_file']}" for one in waiting)
-    found = f"training waits for files that its dataset reads itself: {files}"
-    remedies = dict.fromkeys(one["own_remedy"] for one in waiting)
-    return Finding("own files", "warn", found, "; ".join(remedies))
+    files = ", ".join(f"pid {session['pid']} for {session['own_file']}" for session in waiting)
+    state = f"training waits for files that its dataset reads itself: {files}"
+    remedies = dict.fromkeys(session["own_remedy"] for session in waiting)
+    return Finding("own files", "warn", state, "; ".join(remedies))
 
 
 def cgroup(ours: str, daemons: str) -> Finding:
@@ -95,13 +97,13 @@ def cgroup(ours: str, daemons: str) -> Finding:
     """
     own, its = _JOB.search(ours), _JOB.search(daemons)
     if its and (own is None or own[1] != its[1]):
-        found = f"the daemon runs in the cgroup of Slurm's job {its[1]}, and ends with it"
+        state = f"the daemon runs in the cgroup of Slurm's job {its[1]}, and ends with it"
         return Finding(
-            "cgroup", "warn", found, "give each job its own: creel run -- python train.py"
+            "cgroup", "warn", state, "give each job its own: creel run -- python train.py"
         )
     if own and not its:
-        found = "the daemon's memory is not charged to this job, and not limited with it"
+        state = "the daemon's memory is not charged to this job, and not limited with it"
         if "slurmd" in daemons:
-            found += ", but to slurmd"
-        return Finding("cgroup", "warn", found, "start it in the job: creel run -- python train.py")
+            state += ", but to slurmd"
+        return Finding("cgroup", "warn", state, "start it in the job: creel run -- python train.py")
     return Finding("cgroup", "ok", "the daemon runs where it should")

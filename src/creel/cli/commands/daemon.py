@@ -112,7 +112,7 @@ def ls(context: click.Context, *, as_json: bool) -> None:
     """
     from creel.cli.watching import view
 
-    decoded = [one._asdict() for one in _named(context)]
+    decoded = [entry._asdict() for entry in _named(context)]
     try:
         with client_of(context) as client:
             answer = client.ask("datasets")
@@ -149,21 +149,21 @@ def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
     DATASET is a path, for all that lie there, or the first letters of a key (`creel ls`); or the
     name of decoded samples, all of which are removed.
     """
-    decoded = [one for one in _named(context) if one.name == dataset]
+    decoded = [entry for entry in _named(context) if entry.name == dataset]
     if decoded:
         from creel.cache.disk import named
         from creel.units import format_size
 
-        for one in decoded:
-            named.drop(config_of(context).disk.path, one.key)
-        nbytes = sum(one.nbytes for one in decoded)
-        what = f"dropped {dataset}: {format_size(nbytes)} of decoded samples"
-        told = {"dropped": len(decoded), "name": dataset, "nbytes": nbytes}
-        print_answer(told, as_json, lambda _: click.echo(what))
+        for entry in decoded:
+            named.drop(config_of(context).disk.path, entry.key)
+        nbytes = sum(entry.nbytes for entry in decoded)
+        text = f"dropped {dataset}: {format_size(nbytes)} of decoded samples"
+        values = {"dropped": len(decoded), "name": dataset, "nbytes": nbytes}
+        print_answer(values, as_json, lambda _: click.echo(text))
         return
     with client_of(context) as client:
         path = str(Path(dataset).absolute()) if Path(dataset).exists() else dataset.rstrip("/")
         answer = client.ask("drop", dataset=path)
     several = f" ({answer['dropped']} datasets)" if answer["dropped"] > 1 else ""
-    what = f"dropped {answer['path'] or answer['dataset']}{several}"
-    print_answer(answer, as_json, lambda _: click.echo(what))
+    text = f"dropped {answer['path'] or answer['dataset']}{several}"
+    print_answer(answer, as_json, lambda _: click.echo(text))

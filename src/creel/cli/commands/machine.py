@@ -33,14 +33,14 @@ def doctor(context: click.Context, path: str, nodes: str, port: int, *, as_json:
     """
     from creel.cli import doctor
 
-    def ask(what: str) -> dict[str, Any]:
+    def ask(command: str) -> dict[str, Any]:
         with client_of(context) as client:
-            return dict(client.ask(what))
+            return dict(client.ask(command))
 
-    found = list(doctor.checks(config_of(context), ask, path=path, hosts=nodes, port=port))
-    ok = all(check.level != "bad" for check in found)
-    answer = {"ok": ok, "checks": [check._asdict() for check in found]}
-    print_answer(answer, as_json, lambda _: doctor.show(found))
+    findings = list(doctor.checks(config_of(context), ask, path=path, hosts=nodes, port=port))
+    ok = all(check.level != "bad" for check in findings)
+    answer = {"ok": ok, "checks": [check.values() for check in findings]}
+    print_answer(answer, as_json, lambda _: doctor.show(findings))
     return 0 if ok else FAILED
 
 

@@ -174,5 +174,5 @@ def explain(
     if context.obj["flags"]["daemon.name"] is None:
         context.obj["flags"]["daemon.name"] = f"explain-{os.getpid()}"
     with script_of(context, arguments):
-        told = explain.explain(config_of(context), script, arguments, steps, limit, ranks)
-    print_answer(told, as_json, explain.show)
+        answer = explain.explain(config_of(context), script, arguments, steps, limit, ranks)
+    print_answer(answer, as_json, explain.show)

@@ -27,7 +27,7 @@ from creel.cli.commands.options import (
 @json_option
 @click.pass_context
 def stats(
-    context: click.Context, /, *, watch: bool, why: bool, bad: bool, run: bool, **how: Any
+    context: click.Context, /, *, watch: bool, why: bool, bad: bool, run: bool, **options: Any
 ) -> None:
     """Show hits, source reads, evictions, and stalls by cause.
 
@@ -47,8 +47,8 @@ def stats(
         raise click.UsageError("one of --watch, --why and --bad at a time")
     if run and (why or bad):
         raise click.UsageError("--run is for counters: --why and --bad have none")
-    interval: float = how["interval"]
-    as_json: bool = how["as_json"]
+    interval: float = options["interval"]
+    as_json: bool = options["as_json"]
     of = {"run": True} if run else {}
     with client_of(context) as client:
         if why:
@@ -104,8 +104,8 @@ def trace(context: click.Context, out: str, *, seconds: float, as_json: bool) ->
     from creel.cli.watching import trace
 
     with client_of(context) as client:
-        told = trace.trace(client, out, seconds)
-    print_answer(told, as_json, lambda values: click.echo(trace.sentence(values)))
+        answer = trace.trace(client, out, seconds)
+    print_answer(answer, as_json, lambda values: click.echo(trace.sentence(values)))
 
 
 @click.command()
@@ -122,8 +122,8 @@ def plot(recorded: str, out: str, *, job: str | None, as_json: bool) -> None:
     """
     from creel.cli.recorded import plot
 
-    told = plot.plot(recorded, out, job)
-    print_answer(told, as_json, lambda values: click.echo(plot.sentence(values)))
+    answer = plot.plot(recorded, out, job)
+    print_answer(answer, as_json, lambda values: click.echo(plot.sentence(values)))
 
 
 @click.command()

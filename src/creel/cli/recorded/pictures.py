@@ -112,14 +112,16 @@ def pictures(recording: Recording, job: str | None = None) -> Pictures:
         ConfigError: there is no such job in the recording.
     """
     ranks = _ranks(recording, job)
-    shown = sorted(ranks, key=lambda one: -_waited(one))[:RANKS]
-    shown.sort(key=lambda one: one.session["rank"])
-    windows = [seen for one in ranks if (seen := window(one.session, one.rows)) is not None]
+    shown = sorted(ranks, key=lambda stream: -_waited(stream))[:RANKS]
+    shown.sort(key=lambda stream: stream.session["rank"])
+    windows = [
+        seen for stream in ranks if (seen := window(stream.session, stream.rows)) is not None
+    ]
     few = f"too few batches were recorded: {BATCHES + 2} of each rank are needed"
     known = len(windows) == len(ranks)
     return Pictures(
         job=job_of(ranks[0].session),
-        steps=[of_steps(one) for one in shown],
+        steps=[of_steps(stream) for stream in shown],
         left_out=len(ranks) - len(shown),
         slowdown=of_memory(recording, ranks, windows) if known else few,
         throughput=of_workers(recording, ranks, windows) if known else few,
@@ -129,40 +131,44 @@ def pictures(recording: Recording, job: str | None = None) -> Pictures:
 
 def _ranks(recording: Recording, job: str | None) -> list[TracedStream]:
     """Return for each rank of the job its stream with most batches."""
-    streams = sorted(recording.streams, key=lambda one: job_key(one.session))
-    jobs = {key: list(group) for key, group in groupby(streams, lambda one: job_key(one.session))}
+    streams = sorted(recording.streams, key=lambda stream: job_key(stream.session))
+    jobs = {
+        key: list(group) for key, group in groupby(streams, lambda stream: job_key(stream.session))
+    }
     if job is not None:
         jobs = {k: s for k, s in jobs.items() if job in {k, job_of(s[0].session)}}
-    found = max(jobs.values(), key=lambda s: sum(len(one.rows) for one in s), default=[])
-    if not any(len(one.rows) for one in found):
+    longest_job = max(
+        jobs.values(), key=lambda s: sum(len(stream.rows) for stream in s), default=[]
+    )
+    if not any(len(stream.rows) for stream in longest_job):
         which = "" if job is None else f" of job {job!r}"
         raise ConfigError(f"no batch{which} is recorded: there is nothing to draw")
-    found.sort(key=lambda one: one.session["rank"])
-    by_rank = groupby(found, key=lambda one: one.session["rank"])
-    best = [max(its, key=lambda one: len(one.rows)) for _, its in by_rank]
-    return [one for one in best if len(one.rows)]
+    longest_job.sort(key=lambda stream: stream.session["rank"])
+    by_rank = groupby(longest_job, key=lambda stream: stream.session["rank"])
+    best = [max(its, key=lambda stream: len(stream.rows)) for _, its in by_rank]
+    return [stream for stream in best if len(stream.rows)]
 
 
-def _waited(one: TracedStream) -> float:
-    found = columns(one.rows)
-    return float((found["taken"] - found["wait_began"]).sum())
+def _waited(stream: TracedStream) -> float:
+    column = columns(stream.rows)
+    return float((column["taken"] - column["wait_began"]).sum())
 
 
-def of_steps(one: TracedStream) -> RankSteps:
+def of_steps(stream: TracedStream) -> RankSteps:
     """Return the last steps of a rank, each from the moment at which the one before began."""
-    found = columns(one.rows[-STEPS - 1 :])
-    taken, last = found["taken"], slice(1, None)
-    workers = max(len({*found["worker"].tolist()} - {-1}), int(one.session["workers"]), 1)
+    column = columns(stream.rows[-STEPS - 1 :])
+    taken, last = column["taken"], slice(1, None)
+    workers = max(len({*column["worker"].tolist()} - {-1}), int(stream.session["workers"]), 1)
     between = zip(STAGES, _MOMENTS, _MOMENTS[1:], strict=False)
     return RankSteps(
-        rank=one.session["rank"],
-        steps=found["step"][last],
+        rank=stream.session["rank"],
+        steps=column["step"][last],
         stages={
-            stage: (found[until] - found[since])[last].clip(0) / 1e9 / workers
+            stage: (column[until] - column[since])[last].clip(0) / 1e9 / workers
             for stage, since, until in between
         },
         step_s=np.diff(taken) / 1e9,
-        wait_s=(taken - found["wait_began"])[last] / 1e9,
+        wait_s=(taken - column["wait_began"])[last] / 1e9,
     )
 
 
@@ -173,7 +179,8 @@ def of_memory(
     if not _datasets(recording, ranks):
         return "creel does not see what this dataset reads (no objects)"
     steps = np.array([
-        _step_s([with_memory(one, share) for one in windows], recording.cores) for share in _SHARES
+        _step_s([with_memory(rank, share) for rank in windows], recording.cores)
+        for share in _SHARES
     ])  # fmt: skip
     return Slowdown(_SHARES, steps / steps[-1])
 
@@ -182,13 +189,13 @@ def of_workers(
     recording: Recording, ranks: Sequence[TracedStream], windows: Sequence[RankWindow]
 ) -> Throughput | str:
     """Return the samples per second of the job for numbers of workers of each rank."""
-    each = [one.session["samples"] / max(one.session["batches"], 1) for one in ranks]
+    each = [stream.session["samples"] / max(stream.session["batches"], 1) for stream in ranks]
     samples = sum(each)
     if not samples:
         return "the samples of its batches were not counted"
-    present = float(np.mean([one.workers for one in windows]))
-    took = max(one.seconds / one.batches for one in windows)
-    fed = max(min(one.train_s for one in windows), 1e-9)
+    present = float(np.mean([rank_window.workers for rank_window in windows]))
+    took = max(rank_window.seconds / rank_window.batches for rank_window in windows)
+    fed = max(min(rank_window.train_s for rank_window in windows), 1e-9)
     enough = min(math.ceil(present * took / fed), _MOST_WORKERS)
     most = max(math.ceil(2 * recording.cores / len(ranks)), 2 * math.ceil(present), enough, 2)
     workers = np.arange(1, most + 1)
@@ -203,21 +210,23 @@ def _step_s(windows: Sequence[RankWindow], cores: float) -> float:
 
 def of_reuse(recording: Recording, ranks: Sequence[TracedStream]) -> Reuse | str:
     """Return after how many steps objects are read again, by the plan of any rank that has one."""
-    told = next((one for one in ranks if one.reuse["counts"]), None)
-    if told is None:
+    first = next((stream for stream in ranks if stream.reuse["counts"]), None)
+    if first is None:
         if not _datasets(recording, ranks):
             return "creel does not see what this dataset reads (no objects)"
-        if all(2 * one.session["direct_reads"] > one.session["samples"] for one in ranks):
+        if all(2 * stream.session["direct_reads"] > stream.session["samples"] for stream in ranks):
             return "its files are read directly, without a plan (they lie in the page cache)"
         return "no epoch after the last one that was read is known: the plan reads nothing again"
-    counts, edges = (np.array(told.reuse[name], np.int64) for name in ("counts", "edges"))
-    each = told.session["samples"] / max(told.session["batches"], 1)
-    world = max(int(told.session["world"]), 1)
-    epoch = told.reuse["objects"] / (each * world) if each else math.nan
+    counts, edges = (np.array(first.reuse[name], np.int64) for name in ("counts", "edges"))
+    each = first.session["samples"] / max(first.session["batches"], 1)
+    world = max(int(first.session["world"]), 1)
+    epoch = first.reuse["objects"] / (each * world) if each else math.nan
     return Reuse(counts, edges, epoch)
 
 
 def _datasets(recording: Recording, ranks: Sequence[TracedStream]) -> list[Values]:
     """Return what the daemon knows of the datasets that have objects."""
     held: Values = recording.stats["core"]["datasets"]
-    return [held[one.session["dataset"]] for one in ranks if one.session["dataset"] in held]
+    return [
+        held[stream.session["dataset"]] for stream in ranks if stream.session["dataset"] in held
+    ]

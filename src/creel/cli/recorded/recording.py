@@ -35,11 +35,11 @@ class Recording(NamedTuple):
 def as_json(recording: Recording) -> dict[str, Any]:
     """Return a recording as `read` takes it."""
     streams = [
-        {"session": one.session["session"], "batches": one.rows, "reuse": one.reuse}
-        for one in recording.streams
+        {"session": stream.session["session"], "batches": stream.rows, "reuse": stream.reuse}
+        for stream in recording.streams
     ]
-    told = {"cores": recording.cores, "stats": recording.stats, "streams": streams}
-    return {"schema": _SCHEMA, **told}
+    content = {"cores": recording.cores, "stats": recording.stats, "streams": streams}
+    return {"schema": _SCHEMA, **content}
 
 
 def read(path: str) -> Recording:
@@ -50,19 +50,19 @@ def read(path: str) -> Recording:
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
-            told = json.load(file)
+            content = json.load(file)
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
     except (json.JSONDecodeError, UnicodeDecodeError):
-        told = None
-    kept = told.get(KEY) if isinstance(told, Mapping) else None
+        content = None
+    kept = content.get(KEY) if isinstance(content, Mapping) else None
     if not isinstance(kept, Mapping) or kept.get("schema") != _SCHEMA:
         raise ConfigError(f"{path} is no recorded run: `creel trace FILE` writes one")
     try:
-        sessions = {one["session"]: one for one in kept["stats"]["sessions"]}
+        sessions = {session["session"]: session for session in kept["stats"]["sessions"]}
         streams = [
-            TracedStream(sessions[one["session"]], _checked(one["batches"]), one["reuse"])
-            for one in kept["streams"]
+            TracedStream(sessions[stream["session"]], _checked(stream["batches"]), stream["reuse"])
+            for stream in kept["streams"]
         ]
         return Recording(float(kept["cores"]), kept["stats"], streams)
     except (KeyError, TypeError, ValueError) as e:

@@ -37,8 +37,8 @@ def manifest_of(module: str, name: str, said: Callable[[str], None]) -> Manifest
         ConfigError: there is no such dataset, or its samples open no file that creel could cache.
         CreelError: the person's code failed.
     """
-    found = _imported(module, name)
-    dataset: Any = found.dataset if isinstance(found, DataLoader) else found
+    target = _imported(module, name)
+    dataset: Any = target.dataset if isinstance(target, DataLoader) else target
     binding = bind(dataset)
     if binding is None:
         said(f"{module}:{name} opens files itself: reading its samples, to know which")
@@ -90,11 +90,11 @@ def _nothing(_: object) -> None:
 def _imported(module: str, name: str) -> object:
     sys.path.insert(0, "")  # as `python -m` does
     try:
-        found: object = import_module(module)
+        target: object = import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-        is_data = isinstance(found, DataLoader) or hasattr(found, "__getitem__")
-        return found() if callable(found) and not is_data else found
+            target = getattr(target, part)
+        is_data = isinstance(target, DataLoader) or hasattr(target, "__getitem__")
+        return target() if callable(target) and not is_data else target
     except (ImportError, AttributeError) as e:
         raise ConfigError(f"{module}:{name}: {e}") from e
     except CreelError:

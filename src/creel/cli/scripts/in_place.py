@@ -68,7 +68,9 @@ def _caller() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        others = _PACKAGES & set(path.parts) or any(path.is_relative_to(one) for one in _FOREIGN)
+        others = _PACKAGES & set(path.parts) or any(
+            path.is_relative_to(folder) for folder in _FOREIGN
+        )
         if path.is_file() and not others:
             return f"{path.name}:{frame.f_lineno}"
         frame = frame.f_back

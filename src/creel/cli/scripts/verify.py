@@ -98,11 +98,11 @@ def sentence(report: Report) -> str:
     """Return the verdict as text of one or a few lines."""
     times = f"torch {report['torch_s']:.1f} s, creel {report['creel_s']:.1f} s"
     if report["equal"]:
-        what = (
+        subject = (
             f"{_count(report['batches'], 'batch', 'es')} of {_count(report['loaders'], 'loader')}"
         )
         then = f"; then both raise {report['raised']}" if report["raised"] else ""
-        return f"equal: {what}, bit for bit{then} ({times})"
+        return f"equal: {subject}, bit for bit{then} ({times})"
     d = report["difference"]
     where = f"loader {d['loader']}, epoch {d['epoch']}, batch {d['step']}"
     if d["where"]:
@@ -289,13 +289,13 @@ def _loader_of(target: str) -> TorchLoader:
     module, _, name = target.partition(":")
     called = target
     try:
-        found: Any = importlib.import_module(module)
+        loader: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-        if not isinstance(found, _TorchDataLoader) and callable(found):
-            called = getattr(found, "__name__", "the function")
+            loader = getattr(loader, part)
+        if not isinstance(loader, _TorchDataLoader) and callable(loader):
+            called = getattr(loader, "__name__", "the function")
             seed_all(_SEED)
-            found = found()
+            loader = loader()
     except (ImportError, AttributeError) as e:
         raise ConfigError(f"{target}: {e}") from e
     except CreelError:
@@ -303,12 +303,12 @@ def _loader_of(target: str) -> TorchLoader:
     except Exception as e:
         _show(e)
         raise CreelError(f"{called} raised {type(e).__name__}: {e}") from e
-    if not isinstance(found, _TorchDataLoader):
-        kind = type(found).__name__
+    if not isinstance(loader, _TorchDataLoader):
+        kind = type(loader).__name__
         raise ConfigError(
             f"{target} is of type {kind}: neither a DataLoader nor a function that returns one"
         )
-    return found
+    return loader
 
 
 def _iterate(loader: TorchLoader, tape: _Tape) -> None:
@@ -319,8 +319,8 @@ def _iterate(loader: TorchLoader, tape: _Tape) -> None:
             pass
     except Exception as e:  # noqa: BLE001  the user's code
         message = str(e).strip().rpartition("\n")[2]  # without the worker's traceback
-        what = message.removeprefix(f"{type(e).__name__}: ")
-        leaf = ("", _RAISES + type(e).__name__, what)
+        reason = message.removeprefix(f"{type(e).__name__}: ")
+        leaf = ("", _RAISES + type(e).__name__, reason)
         tape.write(Record(0, 0, tape.written, [leaf]))
 
 

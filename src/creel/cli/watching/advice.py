@@ -10,21 +10,21 @@ from creel.units import format_size
 _GAIN = 1.05
 
 
-def advice(told: Values, where: str) -> dict[str, str | None]:
+def advice(values: Values, where: str) -> dict[str, str | None]:
     """Return the keys `sentence`, `line` (what to write; None: nothing) and `where`.
 
     Args:
-        told: the other keys of `creel explain --json`.
+        values: the other keys of `creel explain --json`.
         where: file and line where the script makes the loader; "": unknown.
     """
-    tried = [(_line(one), one) for one in told["changes"]]
-    if told["reads"] is not None:
-        tried.insert(0, (told["reads"]["line"], told["reads"]))
-    line, best = min(tried, key=lambda one: one[1]["step_s"], default=("", told))
-    if best["step_s"] * _GAIN >= told["step_s"]:
-        return {"sentence": _nothing(told), "line": None, "where": None}
+    tried = [(_line(change), change) for change in values["changes"]]
+    if values["reads"] is not None:
+        tried.insert(0, (values["reads"]["line"], values["reads"]))
+    line, best = min(tried, key=lambda pair: pair[1]["step_s"], default=("", values))
+    if best["step_s"] * _GAIN >= values["step_s"]:
+        return {"sentence": _nothing(values), "line": None, "where": None}
     place = f" (the loader is made in {where})" * bool(where)
-    sentence = f"Write {line}{place}: {_gain(told, best['step_s'])}."
+    sentence = f"Write {line}{place}: {_gain(values, best['step_s'])}."
     return {"sentence": sentence, "line": line, "where": where or None}
 
 
@@ -37,17 +37,17 @@ def _line(change: Values) -> str:
     return f"CREEL_MEMORY__BUDGET={format_size(change['nbytes']).replace(' ', '')}"
 
 
-def _gain(told: Values, step_s: float) -> str:
-    if told["steps"] is None:
-        return f"a step takes {ms(step_s)} instead of {ms(told['step_s'])}"
-    now, then = (format_seconds(told["steps"] * s) for s in (told["step_s"], step_s))
+def _gain(values: Values, step_s: float) -> str:
+    if values["steps"] is None:
+        return f"a step takes {ms(step_s)} instead of {ms(values['step_s'])}"
+    now, then = (format_seconds(values["steps"] * s) for s in (values["step_s"], step_s))
     return f"an epoch takes {then} instead of {now}"
 
 
-def _nothing(told: Values) -> str:
-    if told["wait_s"] <= HARDLY * told["step_s"]:
+def _nothing(values: Values) -> str:
+    if values["wait_s"] <= HARDLY * values["step_s"]:
         return "Change nothing: training does not wait for data."
-    stage = max(told["busy_s"], key=lambda name: told["busy_s"][name])
+    stage = max(values["busy_s"], key=lambda name: values["busy_s"][name])
     return (
         f"Make a sample cheaper, mostly to {stage}: no number of workers or memory makes a step 5 %"
         " shorter (docs/waiting.md)."

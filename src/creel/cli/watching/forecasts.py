@@ -73,13 +73,14 @@ class Forecasts:
                 continue  # nobody knows when its next step comes
             ranks = [s for s in members if _news(s, before) >= BATCHES and _known(s, before)]
             windows = [window(s, *before[s["session"]]) for s in ranks]
-            told = forecast(windows, self._cores)
-            if told:
+            forecasts = forecast(windows, self._cores)
+            if forecasts:
                 self.waits_s |= {
-                    s["session"]: one.wait_s for s, one in zip(ranks, told, strict=True)
+                    s["session"]: forecast.wait_s
+                    for s, forecast in zip(ranks, forecasts, strict=True)
                 }
-                self._judge(job, windows, told, now)
-                text = sentence([s["rank"] for s in ranks], windows, told, self._cores)
+                self._judge(job, windows, forecasts, now)
+                text = sentence([s["rank"] for s in ranks], windows, forecasts, self._cores)
                 error = self._errors.get(job)
                 also = "" if error is None else f" (last forecast: {100 * error:.0f} % off)"
                 rows.append((f"job {job_of(ranks[0])}", text + also))
@@ -91,14 +92,16 @@ class Forecasts:
         self._workers[session["session"]] = now
         return {**session, "workers": now}
 
-    def _judge(self, job: str, windows: list[RankWindow], told: list[Forecast], now: float) -> None:
+    def _judge(
+        self, job: str, windows: list[RankWindow], forecasts: list[Forecast], now: float
+    ) -> None:
         """Compare a step that was foretold with the steps since, and foretell the next."""
         was = self._foretold.get(job)
         if was is None or now - was.at >= _JUDGED_S:
             if was is not None:
-                came = max(one.seconds / one.batches for one in windows)
+                came = max(rank_window.seconds / rank_window.batches for rank_window in windows)
                 self._errors[job] = abs(was.step_s - came) / came
-            self._foretold[job] = Foretold(now, told[0].step_s)
+            self._foretold[job] = Foretold(now, forecasts[0].step_s)
 
 
 def job_key(session: Values) -> str:
@@ -132,27 +135,29 @@ def window(session: Values, old: Values, seconds: float) -> RankWindow:
     busy = news("busy_s") if workers else {k: s for k, s in stall.items() if k in _BECAUSE}
     cpu = session["cpu_s"] - old["cpu_s"] if workers and "cpu_s" in session else -1.0
     batches = int(session["batches"] - old["batches"])
-    made = session.get("made", 0)
-    return RankWindow(seconds, batches, workers, busy, stall, cpu_s=cpu, made=made)
+    finished = session.get("made", 0)
+    return RankWindow(seconds, batches, workers, busy, stall, cpu_s=cpu, finished=finished)
 
 
 def sentence(
-    ranks: list[int], windows: list[RankWindow], told: list[Forecast], cores: float
+    ranks: list[int], windows: list[RankWindow], forecasts: list[Forecast], cores: float
 ) -> str:
     """Say how long the next steps take, who is late and why, and what would help."""
-    step_s = told[0].step_s
-    late = straggler(told)
-    slowest = max(range(len(told)), key=lambda k: told[k].wait_s)
+    step_s = forecasts[0].step_s
+    late = straggler(forecasts)
+    slowest = max(range(len(forecasts)), key=lambda k: forecasts[k].wait_s)
     text = f"{ms(step_s)} a step"
-    if told[slowest].wait_s <= HARDLY * step_s:
+    if forecasts[slowest].wait_s <= HARDLY * step_s:
         return f"{text}, no wait for data"
-    why = _BECAUSE.get(told[slowest].cause, "")
-    who = f"rank {ranks[slowest]} is late" if late is not None else "ranks wait alike"
+    why = _BECAUSE.get(forecasts[slowest].cause, "")
+    subject = f"rank {ranks[slowest]} is late" if late is not None else "ranks wait alike"
     if len(ranks) == 1:
-        who = f"rank {ranks[slowest]} waits"
-    left = told[slowest].in_steps
+        subject = f"rank {ranks[slowest]} waits"
+    left = forecasts[slowest].in_steps
     when = f" in {left:.0f} steps" if _SOON <= left < math.inf else ""
-    text += f", {ms(told[slowest].wait_s)} of it for data{when}; {who}" + (why and f": it {why}")
+    text += f", {ms(forecasts[slowest].wait_s)} of it for data{when}; {subject}" + (
+        why and f": it {why}"
+    )
     return text + _helped(windows, slowest, cores)
 
 
@@ -161,8 +166,8 @@ def _helped(windows: list[RankWindow], rank: int, cores: float) -> str:
     workers = enough_workers(windows, cores)
     if workers is None:
         return ""
-    told = forecast([with_workers(one, workers) for one in windows], cores)[rank]
-    return f"; num_workers={workers}: {ms(told.wait_s)}"
+    outlook = forecast([with_workers(rank_window, workers) for rank_window in windows], cores)[rank]
+    return f"; num_workers={workers}: {ms(outlook.wait_s)}"
 
 
 def ms(seconds: float) -> str:

@@ -104,15 +104,15 @@ def reasons(client: Client, *, as_json: bool) -> None:
     """Print what each rank waited for, and what would help (`--why`)."""
     answer = client.ask("stats")
     machine = Machine(limits.cores(), *limits.memory(active=True))
-    told = what_if.outlooks(
+    outlooks = what_if.outlooks(
         answer, {s["session"]: rows for s, rows in recorded(client, answer)}, machine
     )
-    found = why.rows(answer, told)
+    rows = why.rows(answer, outlooks)
     if as_json:
-        view.print_json({"why": found})
-    for one in () if as_json else found:
-        click.echo(f"{view.job_of(one)} rank {one['rank']}: {one['why']}")
-    if not found and not as_json:
+        view.print_json({"why": rows})
+    for row in () if as_json else rows:
+        click.echo(f"{view.job_of(row)} rank {row['rank']}: {row['why']}")
+    if not rows and not as_json:
         click.echo(_NOTHING_COUNTED)
 
 
@@ -122,10 +122,10 @@ def recorded(
     """Yield each open stream of batches with those that were taken since, see `BatchRow`."""
     for session in answer["sessions"]:
         try:
-            told = client.ask("batches", session=session["session"], since_ns=since_ns)
+            batches = client.ask("batches", session=session["session"], since_ns=since_ns)
         except ConfigError:  # it has just ended
             continue
-        yield session, told["rows"]
+        yield session, batches["rows"]
 
 
 def bad_samples(answer: Values, *, as_json: bool) -> None:
@@ -156,6 +156,6 @@ def counters(answer: Values, *, as_json: bool, line: bool) -> None:
         rows = [view.rank_row(r) for r in answer["ranks"]]
         view.table(view.RANK_HEADER, rows, drop=view.DROP)
     if shown := answer["sessions"] or answer["ranks"]:
-        for one in filter(lambda c: c.members, OF_RANKS):
-            click.echo(f"{one.name} by {one.label}")
-            view.table(*view.by_member(one, shown))
+        for counter in filter(lambda c: c.members, OF_RANKS):
+            click.echo(f"{counter.name} by {counter.label}")
+            view.table(*view.by_member(counter, shown))

@@ -48,7 +48,7 @@ def state(path: str) -> dict[str, Any]:
     """
     log = Log.open(path)
     sizes = {n: size for n in log.numbers() if (size := log.size(n)) != ABSENT}
-    times = {n: found[1] for n in sizes if (found := log.medium.stat(n)) is not None}
+    times = {n: status[1] for n in sizes if (status := log.medium.stat(n)) is not None}
     fields = [{"name": f, "dtype": kind, "shape": list(s)} for f, kind, s in log.about.fields]
     last = max(times.values(), default=0.0)
     return {

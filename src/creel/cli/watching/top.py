@@ -67,11 +67,11 @@ def show(stats: Callable[[], Values], status: Callable[[], Values], interval: fl
 
 def starts(past: Iterable[tuple[float, Values]], now: float) -> dict[int, tuple[Values, float]]:
     """Return what rates start from: each stream as first reported, and how many seconds ago."""
-    found: dict[int, tuple[Values, float]] = {}
+    by_session: dict[int, tuple[Values, float]] = {}
     for then, answer in past:
         for session in answer["sessions"]:
-            found.setdefault(session["session"], (session, now - then))
-    return found
+            by_session.setdefault(session["session"], (session, now - then))
+    return by_session
 
 
 def screen(
@@ -101,9 +101,9 @@ def screen(
     for name, value in (*overdue_pairs(answer), *taken):
         lines.add_row(Text(name, "dim"), Text(value))
     rows = []
-    for one in answer["sessions"]:
-        old, seconds = before.get(one["session"], (one, 1.0))
-        rows.append(top_row(one, old, seconds, waits_s.get(one["session"])))
+    for session in answer["sessions"]:
+        old, seconds = before.get(session["session"], (session, 1.0))
+        rows.append(top_row(session, old, seconds, waits_s.get(session["session"])))
     if not rows:
         return Group(title, lines, Text("\nno open sessions", "dim"))
     head, *below = columns(*fitting(TOP_HEADER, rows, DROP, width))

@@ -40,8 +40,8 @@ def trace(client: Client, out: str, seconds: float) -> dict[str, Any]:
     """
     since_ns = max(time.monotonic_ns() - int(1e9 * seconds), 0)
     answer = client.ask("stats")
-    told = list(recorded(client, answer, since_ns))
-    streams = [(session, [*map(BatchRow._make, rows)]) for session, rows in told]
+    recorded_streams = list(recorded(client, answer, since_ns))
+    streams = [(session, [*map(BatchRow._make, rows)]) for session, rows in recorded_streams]
     batches = sum(len(rows) for _, rows in streams)
     if not batches:
         raise ConfigError(
@@ -50,7 +50,7 @@ def trace(client: Client, out: str, seconds: float) -> dict[str, Any]:
         )
     parts = [part for part in client.ask("fetches")["parts"] if part[2] > since_ns]
     events = [*of_streams(streams), *of_fetches(parts)]
-    kept = [TracedStream(*one, _reuse(client, one[0])) for one in told]
+    kept = [TracedStream(*stream, _reuse(client, stream[0])) for stream in recorded_streams]
     recording = as_json(Recording(limits.cores(), answer, kept))
     try:
         with Path(out).open("w", encoding="utf-8") as file:
@@ -76,11 +76,11 @@ def _reuse(client: Client, session: Values) -> Values:
         return {"counts": [], "edges": [], "objects": 0}
 
 
-def sentence(told: Values) -> str:
+def sentence(run: Values) -> str:
     """Say what a trace has, and where to look at it."""
     return (
-        f"{told['path']}: {told['batches']} batches of {told['ranks']} ranks,"
-        f" {told['stall_s']:.2f} s of waits, {told['fetches']} fetches; open it in ui.perfetto.dev"
+        f"{run['path']}: {run['batches']} batches of {run['ranks']} ranks,"
+        f" {run['stall_s']:.2f} s of waits, {run['fetches']} fetches; open it in ui.perfetto.dev"
         " or chrome://tracing"
     )
 
@@ -92,13 +92,13 @@ def of_streams(streams: Iterable[Stream]) -> Iterator[Event]:
     for session, rows in streams:
         if not rows:
             continue
-        who = _rank(session)
-        if who not in processes:
-            process = processes[who] = len(processes) + 1
+        job_rank = _rank(session)
+        if job_rank not in processes:
+            process = processes[job_rank] = len(processes) + 1
             threads[process] = 1
-            yield _named("process", process, _TRAINER, f"{job_of(session)} rank {who[1]}")
+            yield _named("process", process, _TRAINER, f"{job_of(session)} rank {job_rank[1]}")
             yield _named("thread", process, _TRAINER, "training")
-        process = processes[who]
+        process = processes[job_rank]
         for row, before in zip(rows, [None, *rows], strict=False):
             yield from _of_training(row, before, process)
         for worker, lane in _lanes(rows):
@@ -180,7 +180,7 @@ def _span(
     }  # fmt: skip
 
 
-def _named(what: str, process: int, thread: int, name: str) -> Event:
+def _named(kind: str, process: int, thread: int, name: str) -> Event:
     """Return the event that names a process or a thread."""
     args = {"name": name}
-    return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": args}
+    return {"ph": "M", "name": f"{kind}_name", "pid": process, "tid": thread, "args": args}

@@ -38,9 +38,9 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
@@ -134,8 +134,8 @@ def memory_line(memory: Values) -> str:
     used, budget = memory.get("used_nbytes", 0), memory.get("budget_nbytes", 0)
     share = 100 * used / budget if budget else 0
     withheld = memory.get("withheld_nbytes", 0)
-    rest = f", {format_size(withheld)} left to other processes" if withheld else ""
-    return f"{format_size(used)} of {format_size(budget)} used ({share:.0f} %){rest}"
+    suffix = f", {format_size(withheld)} left to other processes" if withheld else ""
+    return f"{format_size(used)} of {format_size(budget)} used ({share:.0f} %){suffix}"
 
 
 def status_pairs(answer: Values) -> list[tuple[str, str]]:
@@ -204,8 +204,12 @@ def overdue(row: Values) -> str:
 
 def overdue_pairs(answer: Values) -> list[tuple[str, str]]:
     """Return names and values of the waits that have not ended, for the whole node."""
-    waits = ((one, overdue(one)) for one in answer["sessions"])
-    return [(f"job {job_of(one)}", f"rank {one['rank']} {text}") for one, text in waits if text]
+    waits = ((session, overdue(session)) for session in answer["sessions"])
+    return [
+        (f"job {job_of(session)}", f"rank {session['rank']} {text}")
+        for session, text in waits
+        if text
+    ]
 
 
 def _source_rows(source: Values) -> Iterator[tuple[str, str]]:
@@ -227,16 +231,16 @@ def _source_rows(source: Values) -> Iterator[tuple[str, str]]:
 DATASET_HEADER = ("path", "objects", "bytes", "in memory", "on disk", "last use", "key")
 
 
-def dataset_row(one: Values) -> tuple[str, ...]:
+def dataset_row(row: Values) -> tuple[str, ...]:
     """Return the row of one dataset that a daemon knows."""
     return (
-        one["path"],
-        format_count(one["objects"]),
-        format_size(one["nbytes"]),
-        _part(one["resident_nbytes"], one["resident_objects"], one["objects"]),
-        _part(one["disk_used_nbytes"], one["disk_objects"], one["objects"]),
-        "now" if one["sessions"] else f"{short_seconds(one['unused_s'])} ago",
-        one["dataset"][:8],
+        row["path"],
+        format_count(row["objects"]),
+        format_size(row["nbytes"]),
+        _part(row["resident_nbytes"], row["resident_objects"], row["objects"]),
+        _part(row["disk_used_nbytes"], row["disk_objects"], row["objects"]),
+        "now" if row["sessions"] else f"{short_seconds(row['unused_s'])} ago",
+        row["dataset"][:8],
     )
 
 
@@ -245,8 +249,8 @@ def datasets(rows: Sequence[Values]) -> None:
     if not rows:
         click.echo("no dataset is known: training and `creel warm` make them so")
         return
-    latest = sorted(rows, key=lambda one: (not one["sessions"], one["unused_s"]))
-    table(DATASET_HEADER, [dataset_row(one) for one in latest], drop=(("key",), ("objects",)))
+    latest = sorted(rows, key=lambda row: (not row["sessions"], row["unused_s"]))
+    table(DATASET_HEADER, [dataset_row(row) for row in latest], drop=(("key",), ("objects",)))
 
 
 def decoded(rows: Sequence[Values]) -> None:
@@ -254,13 +258,13 @@ def decoded(rows: Sequence[Values]) -> None:
     if rows:
         cells = [
             (
-                one["name"],
-                one["dataset"],
-                f"{format_count(one['kept'])} of {format_count(one['samples'])}",
-                format_size(one["nbytes"]),
-                format_seconds(max(time.time() - one["used"], 0)),
+                row["name"],
+                row["dataset"],
+                f"{format_count(row['kept'])} of {format_count(row['samples'])}",
+                format_size(row["nbytes"]),
+                format_seconds(max(time.time() - row["used"], 0)),
             )
-            for one in rows
+            for row in rows
         ]
         table(("decoded samples", "dataset", "kept", "bytes", "used ago"), cells)
 
@@ -313,9 +317,11 @@ def rank_row(rank: Values) -> tuple[str, ...]:
 
 def _counts(counted: Values) -> Iterator[str]:
     """Yield the columns of all counters."""
-    for one in _COLUMNS:
-        count = _total(counted, one) / (max(counted.get(one.per, 0), 1) if one.per else 1)
-        yield _FORMAT[one.unit](count)
+    for counter in _COLUMNS:
+        count = _total(counted, counter) / (
+            max(counted.get(counter.per, 0), 1) if counter.per else 1
+        )
+        yield _FORMAT[counter.unit](count)
 
 
 _FORMAT: dict[str, Callable[[float], str]] = {
@@ -326,14 +332,14 @@ _FORMAT: dict[str, Callable[[float], str]] = {
 }
 
 
-def _total(counted: Values, one: Counter) -> float:
+def _total(counted: Values, counter: Counter) -> float:
     """Return a counter, summed over its members; 0 if the daemon does not have it."""
-    count = counted.get(one.key, 0)
+    count = counted.get(counter.key, 0)
     return sum(count.values()) if isinstance(count, Mapping) else float(count)
 
 
 def by_member(
-    one: Counter, rows: Sequence[Values]
+    counter: Counter, rows: Sequence[Values]
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return header and rows: seconds of a counter by member, for each stream of batches.
 
@@ -342,11 +348,11 @@ def by_member(
     >>> by_member(stall, [told])[1]
     [('a', '3', '0.5 s', '0.0 s', '0.0 s', '0.0 s', '0.0 s')]
     """
-    return ("job", "rank", *one.members), [
+    return ("job", "rank", *counter.members), [
         (
             job_of(s),
             str(s["rank"]),
-            *(short_seconds(s.get(one.key, {}).get(m, 0.0)) for m in one.members),
+            *(short_seconds(s.get(counter.key, {}).get(m, 0.0)) for m in counter.members),
         )
         for s in rows
     ]
@@ -361,15 +367,19 @@ def top_row(
     """
     old = before or {}
     row = [*_whose(session), "-" if wait_s is None else format_seconds(wait_s)]
-    for one in _COLUMNS:
-        news = _total(session, one) - _total(old, one)
-        if one.per:
-            row.append(short_seconds(news / max(session[one.per] - old.get(one.per, 0), 1)))
-        elif one.unit == "s":
-            most = math.inf if one.writer == "worker" else 100.0  # there are several workers
+    for counter in _COLUMNS:
+        news = _total(session, counter) - _total(old, counter)
+        if counter.per:
+            row.append(short_seconds(news / max(session[counter.per] - old.get(counter.per, 0), 1)))
+        elif counter.unit == "s":
+            most = math.inf if counter.writer == "worker" else 100.0  # there are several workers
             row.append(f"{min(100 * news / seconds, most):.0f} %")
         else:
-            row.append(_FORMAT[one.unit](news / seconds if one in _RATES else _total(session, one)))
+            row.append(
+                _FORMAT[counter.unit](
+                    news / seconds if counter in _RATES else _total(session, counter)
+                )
+            )
     was = old.get("stall_s", {})
     stall = {cause: session["stall_s"].get(cause, 0) - was.get(cause, 0) for cause in CAUSES}
     shares = (f"{min(100 * s / seconds, 100):.0f} %" for s in stall.values())

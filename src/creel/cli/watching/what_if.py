@@ -80,12 +80,13 @@ class Outlook(NamedTuple):
             return f"{text}, no wait"
         text += f", {ms(self.wait_s)} of it this wait"
         text += ", which holds up the other ranks" * self.late
-        return text + "".join(f"; {one}" for one in self.changes)
+        return text + "".join(f"; {change}" for change in self.changes)
 
     def values(self) -> dict[str, Any]:
         """Return the keys of `--json`."""
         changes = [
-            {**one.values, "step_s": one.step_s, "wait_s": one.wait_s} for one in self.changes
+            {**change.values, "step_s": change.step_s, "wait_s": change.wait_s}
+            for change in self.changes
         ]
         return {"step_s": self.step_s, "wait_s": self.wait_s, "late": self.late, "changes": changes}
 
@@ -99,21 +100,21 @@ def outlooks(
         answer: that of `creel stats --json`.
         rows: the last batches by session, see `BatchRow`.
     """
-    found: dict[int, Outlook] = {}
+    by_session: dict[int, Outlook] = {}
     sessions = sorted(answer["sessions"], key=lambda s: (job_key(s), s["rank"]))
     for _, group in groupby(sessions, key=job_key):
         known = [(s, w) for s in group if (w := window(s, rows.get(s["session"], ()))) is not None]
         if known:
-            found |= _of_job([s for s, _ in known], [w for _, w in known], answer, machine)
-    return found
+            by_session |= _of_job([s for s, _ in known], [w for _, w in known], answer, machine)
+    return by_session
 
 
 def window(session: Values, rows: Sequence[Sequence[int]]) -> RankWindow | None:
     """Return what a stream of batches did lately; None if it took too few."""
-    found = columns(rows)
-    lately = recent(found["taken"])
-    taken = found["taken"][lately]
-    last = {name: column[lately][1:] for name, column in found.items()}
+    table = columns(rows)
+    lately = recent(table["taken"])
+    taken = table["taken"][lately]
+    last = {name: column[lately][1:] for name, column in table.items()}
     if len(taken) <= BATCHES:
         return None
     moments = ("source", "began", "ready"), ("decode", "ready", "collating")
@@ -132,7 +133,7 @@ def window(session: Values, rows: Sequence[Sequence[int]]) -> RankWindow | None:
         busy_s=busy,
         stall_s={"all": float((last["taken"] - last["wait_began"]).sum() / 1e9)},
         cpu_s=share * own if workers else -1.0,
-        made=finished(last["packed"], last["taken"]),
+        finished=finished(last["packed"], last["taken"]),
     )
 
 
@@ -172,7 +173,7 @@ def _more_workers(windows: Sequence[RankWindow], cores: float) -> list[Tried]:
         return []
     words = f"with {workers} worker{'s' * (workers > 1)}"
     values = {"what": "workers", "workers": workers}
-    return [(words, values, [with_workers(one, workers) for one in windows])]
+    return [(words, values, [with_workers(rank_window, workers) for rank_window in windows])]
 
 
 def _kept_decoded(
@@ -180,27 +181,36 @@ def _kept_decoded(
 ) -> list[Tried]:
     """Return what `keep_decoded="auto"` would bring; nothing if the files are worth more."""
     held = answer["core"]["datasets"]
-    if not all(one.get("decoded_measured", 0) and one["dataset"] in held for one in sessions):
+    if not all(
+        session.get("decoded_measured", 0) and session["dataset"] in held for session in sessions
+    ):
         return []
-    means = [one["decoded_call_nbytes"] / one["decoded_measured"] for one in sessions]
+    means = [session["decoded_call_nbytes"] / session["decoded_measured"] for session in sessions]
     each = {
-        one["dataset"]: int(mean * held[one["dataset"]]["objects"])
-        for one, mean in zip(sessions, means, strict=True)
+        session["dataset"]: int(mean * held[session["dataset"]]["objects"])
+        for session, mean in zip(sessions, means, strict=True)
     }
     whole = sum(each.values())
     parts_of = []
-    for one, mean in zip(sessions, means, strict=True):
-        calls = one["decoded_calls"]
-        again_s = calls * one["decoded_call_s"] / one["decoded_measured"]
-        counted = one["busy_s"]["decode"] or one["stall_s"]["decode"]  # without workers
+    for session, mean in zip(sessions, means, strict=True):
+        calls = session["decoded_calls"]
+        again_s = calls * session["decoded_call_s"] / session["decoded_measured"]
+        counted = session["busy_s"]["decode"] or session["stall_s"]["decode"]  # without workers
         copies_s = calls * (_COPY_S + mean / _COPY_BPS)
         parts_of.append([min(s / max(counted, 1e-9), 1.0) for s in (again_s, copies_s)])
     both = list(zip(windows, parts_of, strict=True))
     paces = [pace(seen, *parts) for seen, parts in both]
-    slowest = max(paces, key=lambda one: max(one.work_s, one.storage_s))
+    slowest = max(paces, key=lambda pace: max(pace.work_s, pace.storage_s))
     encoded = sum(int(held[name]["nbytes"]) for name in each)
-    free = machine.available_nbytes, reserve(machine.memory_nbytes)
-    room = decoded_room(None, 0, *free, whole=whole, encoded=encoded, pace=slowest)
+    room = decoded_room(
+        None,
+        0,
+        machine.available_nbytes,
+        reserve(machine.memory_nbytes),
+        whole=whole,
+        encoded=encoded,
+        pace=slowest,
+    )
     share = min(room / max(whole, 1), 1.0)
     ranks = [with_decoded(seen, share, *parts) for seen, parts in both]
     words = f"with keep_decoded ({format_size(whole)}, fits {100 * share:.0f} %)"
@@ -212,11 +222,11 @@ def _all_in_memory(
 ) -> list[Tried]:
     """Return what memory for everything would bring; nothing where everything is in memory."""
     held = answer["core"]["datasets"]
-    names = {one["dataset"] for one in sessions}
+    names = {session["dataset"] for session in sessions}
     known = [held[name] for name in names & held.keys()]
     if len(known) == len(names) and all(d.get("resident_objects") == d["objects"] for d in known):
         return []
     nbytes = sum(int(d["nbytes"]) for d in known)
     words = f"with all in memory ({format_size(nbytes)})" if nbytes else "with all in memory"
     values = {"what": "memory", "nbytes": nbytes}
-    return [(words, values, [with_memory(one) for one in windows])]
+    return [(words, values, [with_memory(rank_window) for rank_window in windows])]

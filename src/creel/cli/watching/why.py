@@ -58,10 +58,10 @@ def reason(rank: Values, node: Values) -> str:
             f" {rank['own_remedy']}"
         )
     share = 100 * rank["stall_s"].get(cause, 0) / waited
-    what = _of_source(rank, node) if cause == "source" else _BY_CAUSE[cause]
+    subject = _of_source(rank, node) if cause == "source" else _BY_CAUSE[cause]
     if cause == "decode" and not _known(rank):
-        what += ", unless it reads files that creel does not know of (creel.wrap, creel.kept)"
-    return f"waited {took}, {share:.0f} % of it for {what}"
+        subject += ", unless it reads files that creel does not know of (creel.wrap, creel.kept)"
+    return f"waited {took}, {share:.0f} % of it for {subject}"
 
 
 def _known(rank: Values) -> bool:
@@ -102,9 +102,9 @@ def _of_source(rank: Values, node: Values) -> str:
 def _throttled(rank: Values, node: Values) -> str:
     """Return how often the store of a rank's dataset asked for fewer requests, "" if hardly."""
     sources, dataset = node.get("sources", ()), rank.get("dataset")
-    mine = [one for one in sources if dataset in (None, one.get("dataset"))]
-    asked = sum(sum(one.get("requests", {}).values()) for one in mine)
-    throttles = sum(one.get("throttles", 0) for one in mine)
+    mine = [source for source in sources if dataset in (None, source.get("dataset"))]
+    asked = sum(sum(source.get("requests", {}).values()) for source in mine)
+    throttles = sum(source.get("throttles", 0) for source in mine)
     if throttles <= _THROTTLED * asked:
         return ""
     return (
@@ -119,12 +119,12 @@ def rows(stats: Values, outlooks: Mapping[int, Outlook]) -> list[dict[str, Any]]
 
     outlooks: of the streams of which enough is known, by session.
     """
-    found = []
-    for one in stats["sessions"] or stats["ranks"]:
-        row = {key: one[key] for key in _WHOSE if key in one}
-        outlook, why = outlooks.get(one.get("session", -1)), reason(one, stats)
-        if outlook is None or one.get("overdue_s"):
-            found.append(row | {"why": why})
+    lines = []
+    for session in stats["sessions"] or stats["ranks"]:
+        row = {key: session[key] for key in _WHOSE if key in session}
+        outlook, why = outlooks.get(session.get("session", -1)), reason(session, stats)
+        if outlook is None or session.get("overdue_s"):
+            lines.append(row | {"why": why})
         else:
-            found.append(row | {"why": f"{why}; {outlook}"} | outlook.values())
-    return found
+            lines.append(row | {"why": f"{why}; {outlook}"} | outlook.values())
+    return lines

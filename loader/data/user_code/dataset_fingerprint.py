@@ -60,4 +60,4 @@ def _attributes(value: object, depth: int) -> dict[str, object]:
 
 
 def _each(values: Sequence[object], depth: int) -> str:
-    return ", ".join(likeness(one, depth - 1) for one in values)
+    return ", ".join(likeness(value, depth - 1) for value in values)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from creel.loader.data.decoded.codec import UnkeptError, encode
-from creel.loader.data.decoded.draws import Draws
+from creel.loader.data.decoded.rng_use import Draws
 
 if TYPE_CHECKING:
     from creel.loader.data.reading.lease import Lease
@@ -25,7 +25,7 @@ _FIRST, _BATCHES = 4, 64
 _batch = itertools.count()
 
 
-def looked_at(lease: Lease, decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def measuring(lease: Lease, decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Return `decode` for the first sample of a batch: now and then one that is measured."""
     batch = next(_batch)
     if batch >= _FIRST and batch % _BATCHES:
@@ -48,17 +48,17 @@ def counts(lease: Lease) -> dict[str, int]:
     What cannot be kept is not measured: samples of a decoder that draws random numbers, and objects
     of unknown classes.
     """
-    found = {"decoded_calls": lease.decodes} if lease.decodes else {}
+    counters = {"decoded_calls": lease.decodes} if lease.decodes else {}
     ns, nbytes = lease.measured
     if nbytes:
-        found |= {"decoded_measured": 1, "decoded_call_ns": ns, "decoded_call_nbytes": nbytes}
-    return found
+        counters |= {"decoded_measured": 1, "decoded_call_ns": ns, "decoded_call_nbytes": nbytes}
+    return counters
 
 
 def _nbytes(sample: object) -> int:
     """Return the bytes of a sample as it would be kept; 0 if it cannot be."""
     try:
         node, buffers = encode(sample)
-        return len(msgspec.msgpack.encode(node)) + sum(len(one) for one in buffers)
+        return len(msgspec.msgpack.encode(node)) + sum(len(buffer) for buffer in buffers)
     except (UnkeptError, UnicodeEncodeError):
         return 0

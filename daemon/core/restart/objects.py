@@ -17,7 +17,7 @@ from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptObjects:
+class RestartObjects:
     """The residents of a dataset: (k,) numbers (ascending), places, bytes and versions.
 
     `ranges`: those of the dataset in the arena; `runs`: those of objects that consist of several.
@@ -37,21 +37,28 @@ class Restored(BaseEvent, frozen=True):
     """A dataset that was just added has residents already; None: its kept memory is of no use."""
 
     dataset: str
-    kept: KeptObjects | None
+    kept: RestartObjects | None
 
 
-def kept_of(residency: Residency) -> KeptObjects:
+def restart_objects(residency: Residency) -> RestartObjects:
     """Return the residents of a dataset."""
     ids = np.flatnonzero(residency.state == RESIDENT)
     place, nbytes = residency.offset[ids], residency.length[ids].astype(np.int64)
     pool = residency.pool
     ranges = pool.ranges() if pool.same_size else pool.rooms(place, nbytes)
     version = residency.versions.held(ids)
-    columns = ids.astype(np.int32), place, nbytes, version, ranges
-    return KeptObjects(*columns, pool.runs(place), 0 if pool.same_size else pool.page)
+    return RestartObjects(
+        ids.astype(np.int32),
+        place,
+        nbytes,
+        version,
+        ranges,
+        pool.runs(place),
+        0 if pool.same_size else pool.page,
+    )
 
 
-def restore(residency: Residency, kept: KeptObjects) -> None:
+def restore(residency: Residency, kept: RestartObjects) -> None:
     """Make kept objects residents of a dataset that has none; their ranges must be kept for it.
 
     They count as read earlier: a session checks the versions of their files as it asks.

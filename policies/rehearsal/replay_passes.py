@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from creel.policies.arrays import Ints, unique
 from creel.policies.order.torch_random import Shuffle, TorchRandom
-from creel.policies.rehearsal.content import mixed
+from creel.policies.rehearsal.memory_rows import mixed
 
 #: Returns at least the first k entries of a pass: `head(number, k)`.
 Head = Callable[[int, int], NDArray[np.integer]]
@@ -69,10 +69,10 @@ class Passes(NamedTuple):
             mine = numbers == number
             slot = slots[mine]
             entries = min((int(slot.max()) + 1) * many, self.kept)
-            found = head(int(number), entries)[:entries]
+            numbered = head(int(number), entries)[:entries]
             if entries < many:
-                found = np.resize(found, many)
-            rows[mine] = found[: len(found) // many * many].reshape(-1, many)[slot]
+                numbered = np.resize(numbered, many)
+            rows[mine] = numbered[: len(numbered) // many * many].reshape(-1, many)[slot]
         return rows
 
     def to_rank(self, rank: int, steps: Ints, head: Head) -> Ints:

@@ -19,7 +19,7 @@ import numpy as np
 from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Descriptor, memfd
 from creel.cache.memory.pools.allocator import Allocator, is_page
 from creel.config import memory_budget
-from creel.daemon.core.restart.kept import KeptObjects
+from creel.daemon.core.restart.objects import RestartObjects
 from creel.errors import CreelError
 from creel.policies.arrays import Ids, Ints
 from creel.settings import MemorySettings
@@ -34,7 +34,7 @@ _SAME = 1 / 32
 
 
 class StoredDataset(msgspec.Struct, frozen=True):
-    """A dataset: its manifest as an Arrow file, and the columns of `KeptObjects` as bytes."""
+    """A dataset: its manifest as an Arrow file, and the columns of `RestartObjects` as bytes."""
 
     key: str
     manifest: bytes
@@ -61,7 +61,7 @@ class StoredIndex(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptMemory:
+class RestartMemory:
     """What the last daemon has left: the arena, its free bytes, and what lies in the others.
 
     `datasets`: by key, manifest (an Arrow file) and residents, whose ranges `space` keeps.
@@ -69,30 +69,30 @@ class KeptMemory:
 
     arena: Descriptor
     space: Allocator
-    datasets: dict[str, tuple[bytes, KeptObjects]]
+    datasets: dict[str, tuple[bytes, RestartObjects]]
 
 
-def packed(key: str, manifest: bytes, kept: KeptObjects) -> StoredDataset:
+def packed(key: str, manifest: bytes, kept: RestartObjects) -> StoredDataset:
     """Return a dataset's entry of the index."""
     columns = np.stack((kept.place, kept.nbytes, kept.version)).tobytes()
-    runs = {place: one.astype(np.int64).tobytes() for place, one in kept.runs.items()}
+    runs = {place: columns.astype(np.int64).tobytes() for place, columns in kept.runs.items()}
     ranges = np.stack(kept.ranges).astype(np.int64).tobytes()
     return StoredDataset(key, manifest, kept.ids.tobytes(), columns, ranges, runs, kept.page)
 
 
-def unpacked(one: StoredDataset) -> KeptObjects:
+def unpacked(stored: StoredDataset) -> RestartObjects:
     """Return the objects of an entry of the index.
 
     Raises:
         ValueError: columns of other lengths, or an impossible page.
     """
-    if one.page and not is_page(one.page):
-        raise ValueError(f"pages of {one.page} bytes")
-    ids: Ids = np.frombuffer(one.ids, np.int32)
-    place, nbytes, version = _numbers(one.columns).reshape(3, len(ids))
-    start, size = _numbers(one.ranges).reshape(2, -1)
-    runs = {at: _numbers(run).reshape(-1, 2) for at, run in one.runs.items()}
-    return KeptObjects(ids, place, nbytes, version, (start, size), runs, one.page)
+    if stored.page and not is_page(stored.page):
+        raise ValueError(f"pages of {stored.page} bytes")
+    ids: Ids = np.frombuffer(stored.ids, np.int32)
+    place, nbytes, version = _numbers(stored.columns).reshape(3, len(ids))
+    start, size = _numbers(stored.ranges).reshape(2, -1)
+    runs = {at: _numbers(run).reshape(-1, 2) for at, run in stored.runs.items()}
+    return RestartObjects(ids, place, nbytes, version, (start, size), runs, stored.page)
 
 
 def _numbers(data: bytes) -> Ints:
@@ -113,15 +113,20 @@ def write_index(
         ValueError: a dataset is too large for its format.
     """
     index = Descriptor(memfd(INDEX))
-    about = _FORMAT, memory.budget, memory.share, total_nbytes, arena_nbytes
     with open(index.fd, "wb", closefd=False) as file:
-        file.write(msgspec.msgpack.encode(StoredIndex(*about, datasets)))
+        file.write(
+            msgspec.msgpack.encode(
+                StoredIndex(
+                    _FORMAT, memory.budget, memory.share, total_nbytes, arena_nbytes, datasets
+                )
+            )
+        )
     return index
 
 
 def take(
     given: Mapping[str, Descriptor], memory: MemorySettings, total_nbytes: int
-) -> KeptMemory | None:
+) -> RestartMemory | None:
     """Return what the last daemon has left; None if there is nothing of use.
 
     Args:
@@ -142,9 +147,11 @@ def take(
         if not _sound(arena, index) or not _same_size(index, memory, total_nbytes):
             log.info("the memory of the last daemon is not used: another size, or another version")
             return None
-        datasets = {one.key: (one.manifest, unpacked(one)) for one in index.datasets}
+        datasets = {
+            dataset.key: (dataset.manifest, unpacked(dataset)) for dataset in index.datasets
+        }
         ranges = {key: objects.ranges for key, (_, objects) in datasets.items()}
-        return KeptMemory(arena, Allocator(index.arena_nbytes, ranges), datasets)
+        return RestartMemory(arena, Allocator(index.arena_nbytes, ranges), datasets)
     except (OSError, ValueError, msgspec.MsgspecError, CreelError) as e:
         log.warning("the memory of the last daemon is of no use: %s", e)
         return None

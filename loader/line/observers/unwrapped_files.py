@@ -20,9 +20,10 @@ from creel.loader.making.workers.kernel_waits import Reader
 
 _log = logging.getLogger("creel.loader")
 
-#: Waits that are worth a word: a part of an epoch, so many seconds at most, and at least.
+#: Warn once training has waited for this part of an epoch; the threshold is at most, and at least,
+#: so many seconds.
 _PART, _MOST_S, _LEAST_S = 0.1, 30.0, 1.0
-_LOOKS, _EVERY_S = 150, 0.01
+_SAMPLES, _EVERY_S = 150, 0.01
 #: After looks that found nothing, waits must have grown by this factor before the next ones.
 _AGAIN = 2.0
 
@@ -40,8 +41,8 @@ class AwaitedFile(NamedTuple):
     batches: frozenset[int]
 
 
-class Looks:
-    """Looks at some readers, `_LOOKS` times.
+class ThreadSamples:
+    """Looks at some readers, `_SAMPLES` times.
 
     Attributes:
         over: whether all looks are done.
@@ -62,26 +63,26 @@ class Looks:
         """The share of looks at readers amid a batch that found them waiting for storage."""
         return self._waits / max(self._looked, 1)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.next_at = time.monotonic() + _EVERY_S
         for reader in self._readers:
             stage, batch = reader.stage()
             if stage == READING:
-                self._look_at(reader, batch)
+                self._sample(reader, batch)
         self._looks += 1
-        if self._looks >= _LOOKS:
+        if self._looks >= _SAMPLES:
             self.end()
 
     def end(self) -> None:
         """Look no more, and say which file was waited for."""
         # The file of most batches: a container that many samples read, if there is one.
-        for (path, mapped), batches in sorted(self._seen.items(), key=lambda one: -len(one[1])):
+        for (path, mapped), batches in sorted(self._seen.items(), key=lambda entry: -len(entry[1])):
             if not path or not self._serves(path):
                 self.file = AwaitedFile(path, mapped, frozenset(batches))
                 break
         self.over = True
 
-    def _look_at(self, reader: Reader, batch: int) -> None:
+    def _sample(self, reader: Reader, batch: int) -> None:
         wait = reader.waits()
         self._looked += 1
         if wait.storage:
@@ -104,7 +105,7 @@ class OwnFiles:
         self._serves: Callable[[str], bool] = _serves_none
         self._batches = 0
         self._began = self._waited = self._next = 0.0
-        self._looks: Looks | None = None
+        self._looks: ThreadSamples | None = None
 
     def epoch_begins(
         self,
@@ -141,7 +142,7 @@ class OwnFiles:
         waited, looks = waited_s - self._waited, self._looks
         if looks is None:
             if waited >= max(self._long_s(batches), self._next):
-                self._looks = Looks(readers, self._serves)
+                self._looks = ThreadSamples(readers, self._serves)
         elif looks.over:
             self._looks, self._next = None, _AGAIN * waited
             if looks.file is not None and looks.share * waited >= self._long_s(batches):
