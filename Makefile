@@ -35,10 +35,10 @@ WITH_FLOORS := $(VENV)-floors
 WITH_SITE := $(VENV)-site
 SITE_STAMP := $(WITH_SITE)/.creel-stamp
 # What touches torch, pyarrow, zmq, msgspec, click and rich most: 1,400 tests.
-FLOORS_TESTS := tests/parity/test_parity.py tests/system/test_dataloader.py $(patsubst %,tests/unit/test_%.py, \
+FLOORS_TESTS := tests/parity/test_parity.py tests/system/line/test_dataloader.py $(patsubst %,tests/unit/*/test_%.py, \
     cli cli_shown collating config datasets doctor manifest messages packing page peer_wire records remote \
     samplers saved_orders slots stats torch_random)
-FLOORS_SHORT := $(patsubst %,tests/unit/test_%.py,cli cli_shown config doctor manifest messages packing page peer_wire records remote slots)
+FLOORS_SHORT := $(patsubst %,tests/unit/*/test_%.py,cli cli_shown config doctor manifest messages packing page peer_wire records remote slots)
 export DATA
 # An installed creel has been compiled; else each of the many processes here would do so anew (0.2 s).
 unexport PYTHONDONTWRITEBYTECODE

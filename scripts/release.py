@@ -73,7 +73,7 @@ def check() -> list[str]:
     pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
     if not (ROOT / f"tests/unit/states/{VERSION}.json").exists():
         faults.append(
-            "the states of this release are not recorded: tests/unit/test_older_states.py"
+            "the states of this release are not recorded: tests/unit/top/test_older_states.py"
         )
     stale = [page for page in pages if _UNRELEASED in page.read_text()]
     return faults + [f"{page.relative_to(ROOT)} says: {_UNRELEASED}" for page in stale]

@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 FIRST = (
     "faults/test_lost_nodes.py",
     "faults/test_lost_daemons.py",
-    "system/test_several_hosts.py",
+    "system/cluster/test_several_hosts.py",
 )
 #: What comes last, as it only computes; short files in the end, so that all processes end together.
 LAST = ("sim/", "unit/", "test_layout.py")

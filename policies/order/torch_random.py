@@ -3,7 +3,7 @@
 torch draws an order from MT19937, which numpy has as well. `torch.randperm(n)` is a forward
 Fisher-Yates shuffle with one 32-bit draw for each entry but the last: entry i is swapped with entry
 `i + draw % (n - i)`. Its first k entries depend on the first k draws only, and the cost does not
-depend on n. tests/unit/test_torch_random.py compares with torch, bit for bit.
+depend on n. tests/unit/policies/test_torch_random.py compares with torch, bit for bit.
 
 All swaps of a permutation are resolved at once instead of one after the other (`_settle`).
 """

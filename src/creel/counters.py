@@ -2,8 +2,8 @@
 
 Each row defines the shared word that trainers count in (`cache/memory/shared_words.py`), the field
 of the loader's `Meter`, the key in the answer of `creel stats`, the columns of `creel stats` and
-`creel top`, and the line of the Prometheus page. tests/unit/test_counters.py looks for every row in
-each of them and in the docs. Durations are ns in shared words, seconds elsewhere.
+`creel top`, and the line of the Prometheus page. tests/unit/top/test_counters.py looks for every
+row in each of them and in the docs. Durations are ns in shared words, seconds elsewhere.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ One *pool* per dataset uses an `Allocator`. If all objects have one known length
 gathers rows with one `np.take`; alloc and free work on whole batches. Other datasets have a
 `PagedPool`: an object takes the smallest free range that holds it (best fit), rounded up to pages,
 or several ranges if no single one is large enough (`runs`). Fragmentation thus wastes no room, and
-objects never move; tests/unit/test_allocator.py measures the number of runs.
+objects never move; tests/unit/cache/test_allocator.py measures the number of runs.
 """
 
 from __future__ import annotations

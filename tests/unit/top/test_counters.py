@@ -21,7 +21,7 @@ from creel.loader.making.stages import CAUSE_OF
 from creel.loader.making.workers import worker_words
 from creel.loader.making.workers.worker_words import WorkerWords
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_a_proc_of_other_pids_is_said_at_once(tmp_path: Path) -> None:
 
 def test_the_services_sandbox_leaves_it_in_its_users_namespaces() -> None:
     """Options of systemd.exec(5) that make a mount or user namespace would lock out all clients."""
-    unit = (Path(__file__).parents[2] / "deploy/creeld.service").read_text()
+    unit = (Path(__file__).parents[3] / "deploy/creeld.service").read_text()
     given = {line.partition("=")[0] for line in unit.splitlines() if "=" in line}
     making = re.compile(
         r"Private(Tmp|Devices|Users|Mounts|IPC|Network)|Protect(System|Home|Kernel.*|ControlGroups"

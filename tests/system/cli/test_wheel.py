@@ -22,7 +22,7 @@ from creel.cli.shipped import EXAMPLES
 from creel.loader.client.client import Client
 from kit import until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCES = ("src", "cache", "daemon", "loader", "policies", "deploy", "examples")
 REPOSITORY = "https://forge.example/us/creel"
 FILES = ("pyproject.toml", "README.md", "LICENSE")

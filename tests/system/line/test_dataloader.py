@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from squares import Squares, pids
 from torch.utils.data import IterableDataset, get_worker_info
 
 import creel
 from creel.errors import ConfigError
 from creel.loader.line.batches.iterator import WorkerIter
+from squares import Squares, pids
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nothing_stays_behind")]
 

@@ -26,7 +26,7 @@ from testbed.http_server import Server
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text())
 RULES = ROOT / "deploy/prometheus.yaml"
 #: Only the daemons of several nodes have these series.

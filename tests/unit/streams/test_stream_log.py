@@ -93,7 +93,7 @@ def test_ten_lines_without_creel_write_a_stream(folder: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 def test_the_manuals_lines_of_c_write_a_stream(folder: Path, tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent.parent / "docs/stream-format.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/stream-format.md").read_text()
     lines = page.partition("```c\n")[2].partition("```")[0]
     main = """
     int main(int n, char **words) {

@@ -29,7 +29,7 @@ from creel.errors import IllegalEventError, MalformedError
 from creel.messages import Close, Open, Truncate
 from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 
-DOCS = Path(__file__).parents[2] / "docs" / "states.md"
+DOCS = Path(__file__).parents[3] / "docs" / "states.md"
 
 
 def table(corner: str) -> dict[tuple[str, str], str]:

@@ -25,7 +25,7 @@ from daemons import Running
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCES = ("src", "cache", "daemon", "loader", "policies")
 N = 24
 

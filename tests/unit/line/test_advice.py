@@ -196,7 +196,7 @@ def test_an_error_of_storage_stands_alone(
 def test_an_option_by_another_name_is_told_the_documented_one() -> None:
     with pytest.raises(SourceError, match="did you mean 'endpoint_url'") as raised:
         creel.read("s3://bucket/a", storage_options={"endpoint": "http://127.0.0.1:1"})
-    page = (Path(__file__).parents[2] / "docs/s3.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/s3.md").read_text()
     names = re.search(r"names are fsspec's \((.*), \.\.\.\)", page)
     assert names is not None
     assert all(name in str(raised.value) for name in re.findall(r"`(\w+)`", names[1]))

@@ -353,7 +353,7 @@ def test_without_creel_the_batches_are_the_same(folder: Path, monkeypatch: Any) 
 
 
 def test_the_example_streams_a_simulation_to_two_models_at_once() -> None:
-    script = Path(__file__).parents[2] / "examples" / "gray_scott.py"
+    script = Path(__file__).parents[3] / "examples" / "gray_scott.py"
     command = [sys.executable, str(script), "--steps", "192"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -343,7 +343,7 @@ def test_jobs_on_different_hosts_read_less_than_each_alone() -> None:
 
 
 def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough() -> None:
-    """Slurm's list here; tests/unit/test_hostlist.py has the others."""
+    """Slurm's list here; tests/unit/client/test_hostlist.py has the others."""
     world, epochs = 2, 4
     memory = int(1.3 * FILES * jobs.HELD_NBYTES / world)
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:

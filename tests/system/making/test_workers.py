@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from squares import Pids, Squares, pids
 
 import creel
 from creel.cache.memory.slots.reader import SlotReader
@@ -29,6 +28,7 @@ from creel.loader.making.places.processes import WorkerPool
 from creel.loader.making.stages import StallWarning
 from kit import descriptors, gone, stopped, until
 from programs import Program
+from squares import Pids, Squares, pids
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nothing_stays_behind")]
 
@@ -346,7 +346,7 @@ def test_an_unpicklable_index_is_an_error_in_the_trainer() -> None:
 IMPORTS = f"""
 import os, sys, warnings
 warnings.filterwarnings("ignore", "This DataLoader will create")
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]}
 import creel
 from squares import Squares
 """

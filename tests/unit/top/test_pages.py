@@ -19,7 +19,7 @@ import pytest
 import creel
 from creel.cli.main import creel as commands
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 #: Parts that scripts write.

@@ -1,6 +1,6 @@
 """A `state_dict` that an older release has saved goes on where that release stopped.
 
-`python tests/unit/test_older_states.py`, with `src` and `tests` on PYTHONPATH, writes the states of
+`python tests/unit/top/test_older_states.py`, with `src` and `tests` on PYTHONPATH, writes the states of
 this release, before it is tagged (scripts/release.py asks for them).
 """
 

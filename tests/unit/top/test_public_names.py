@@ -15,7 +15,7 @@ import creel
 from creel.cli import main, shipped
 from creel.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_dir_shows_the_public_names_only() -> None:

@@ -1,6 +1,6 @@
 """Files that a dataset holds in a list: each is opened once, and the first epoch is read ahead.
 
-The list is a hypothesis. These are its laws; `tests/unit/test_file_lists.py` has the search.
+The list is a hypothesis. These are its laws; `tests/unit/data/test_file_lists.py` has the search.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def test_a_users_own_service(machine: Booted) -> None:
 def test_a_unit_is_sound_and_no_more_exposed_than_the_manual_says(
     name: str, most: float, tmp_path: Path
 ) -> None:
-    text = (Path(__file__).parents[2] / "deploy" / name).read_text()
+    text = (Path(__file__).parents[3] / "deploy" / name).read_text()
     unit = tmp_path / name.replace("@", "@x")
     unit.write_text(text.replace("/usr/bin/env creeld", "/bin/true").replace("%i", "daemon"))
     done = subprocess.run(

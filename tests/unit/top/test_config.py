@@ -22,7 +22,7 @@ from creel.system import limits
 from creel.system.python_open import text_of
 from creel.units import format_size, parse_seconds, parse_size
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
