@@ -71,7 +71,7 @@ def check() -> list[str]:
     if _git("tag", "--list", TAG):
         faults.append(f"the tag {TAG} exists: raise VERSION in src/creel/version.py")
     pages = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    if not (ROOT / f"tests/unit/states/{VERSION}.json").exists():
+    if not (ROOT / f"tests/unit/top/states/{VERSION}.json").exists():
         faults.append(
             "the states of this release are not recorded: tests/unit/top/test_older_states.py"
         )

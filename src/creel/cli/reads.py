@@ -142,8 +142,8 @@ class ProcessSamples:
         if self._samples % round(_TREE_S / _EVERY_S) == 0:
             self._list()
         self._samples += 1
-        for process in self._known.values():
-            process.poll()
+        for known in self._known.values():
+            known.poll()
         self._looked = time.monotonic()
         self.next_at = self._looked + _EVERY_S
 
@@ -155,8 +155,8 @@ class ProcessSamples:
                 self._parents |= {child.pid: child.ppid() for child in below if child.is_running()}
                 for pid in {root, *self._parents} - self._known.keys():
                     self._known[pid] = _Process(pid)
-        for pid, process in self._known.items():
-            process.last = max(process.last, _read_nbytes(pid))
+        for pid, known in self._known.items():
+            known.last = max(known.last, _read_nbytes(pid))
 
 
 def _read_nbytes(pid: int) -> int:

@@ -57,13 +57,13 @@ class PyDataset(keras.utils.PyDataset):  # type: ignore[misc]  # an optional pac
     def __getitem__(self, index: int) -> Any:
         """Return a batch of this epoch."""
         if index != self._next:
-            return self._made(index)
+            return self._new_batch(index)
         if index == 0:
             self._taken = iter(self._loader)
         self._next = index + 1
         return arrays(next(self._taken))
 
-    def _made(self, index: int) -> Any:
+    def _new_batch(self, index: int) -> Any:
         """Return a batch that is asked for out of its order."""
         rows = list(self._sampler)[index * self._size : (index + 1) * self._size]
         return arrays(self._loader.collate_fn([self._loader.dataset[row] for row in rows]))

@@ -89,13 +89,13 @@ def test_functions_that_open_files_are_replaced_once_for_a_batch(
     """That takes 12 us, as long as to see whether a sample draws."""
     enters: list[bool] = []
     replacements = intercept._replacements
-    look = replacements._look
+    replace = replacements._replace
 
     def counted(*, first: bool) -> None:
         enters.append(first)
-        look(first=first)
+        replace(first=first)
 
-    monkeypatch.setattr(replacements, "_look", counted)
+    monkeypatch.setattr(replacements, "_replace", counted)
     opens: list[Any] = []
 
     def decode(data: bytes) -> int:

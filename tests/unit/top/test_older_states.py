@@ -1,7 +1,7 @@
 """A `state_dict` that an older release has saved goes on where that release stopped.
 
-`python tests/unit/top/test_older_states.py`, with `src` and `tests` on PYTHONPATH, writes the states of
-this release, before it is tagged (scripts/release.py asks for them).
+`python tests/unit/top/test_older_states.py`, with `src` and `tests` on PYTHONPATH, writes the
+states of this release, before it is tagged (scripts/release.py asks for them).
 """
 
 from __future__ import annotations
