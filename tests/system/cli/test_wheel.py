@@ -118,6 +118,7 @@ def test_its_name_is_free_and_the_extras_are_those_that_messages_name(wheel: Pat
     assert f"]({REPOSITORY}/blob/v{metadata_of_wheel['Version']}/docs/cli.md)" in described
     assert set(extras) == {
         "all",
+        "azure",
         "encryption",
         "gcs",
         "http",

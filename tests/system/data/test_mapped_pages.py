@@ -322,7 +322,7 @@ def test_no_more_than_the_window_is_ahead(slow: Any) -> None:
 def test_a_program_ends_in_the_middle_of_an_epoch(slow: Any) -> None:
     code = """
     import sys, torch, creel
-    from system.test_mapped_pages import Mapped
+    from system.data.test_mapped_pages import Mapped
 
     batches = iter(creel.DataLoader(Mapped(sys.argv[1]), 1))
     print(len(next(batches)))
@@ -345,7 +345,7 @@ def test_storage_that_hangs_holds_up_neither_batches_nor_the_end(slow: Any, sour
     source.with_name("stuck").write_bytes(bytes(9))
     code = """
     import sys, creel
-    from system.test_mapped_pages import Stuck
+    from system.data.test_mapped_pages import Stuck
 
     print(sum(len(batch) for batch in creel.DataLoader(Stuck(sys.argv[1]), 1)))
     """
