@@ -227,7 +227,7 @@ def test_two_live_iterators_have_workers_of_their_own() -> None:
 def test_a_dead_worker_is_named_at_once(
     act: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(iterators, "LOOK_S", 1000)  # no wait wakes up by itself
+    monkeypatch.setattr(iterators, "POLL_S", 1000)  # no wait wakes up by itself
     loader = creel.DataLoader(Act(act), 2, num_workers=2)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited") as e:
         list(loader)
@@ -239,7 +239,7 @@ def test_a_dead_worker_is_named_at_once(
 def test_a_dead_worker_is_named_whose_child_lives_on(
     timeout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(iterators, "LOOK_S", 0.5)
+    monkeypatch.setattr(iterators, "POLL_S", 0.5)
     gate = tmp_path / "gate"
     loader = creel.DataLoader(Act("leave a child", gate), 2, num_workers=2, timeout=timeout)
     try:
@@ -283,7 +283,7 @@ def test_a_timeout_says_torchs_words_and_iteration_goes_on(tmp_path: Path) -> No
 
 
 def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iterators, "LOOK_S", 0.3)
+    monkeypatch.setattr(iterators, "POLL_S", 0.3)
     options = {"loader.hung_s": 0.5}
     iterator = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, creel=options))
     (worker,) = pids(iterator)
