@@ -211,6 +211,11 @@ class Binding:
             self._among = SampleObjects(objects.astype(np.int32))
         return self._among
 
+    @property
+    def opens_files(self) -> bool:
+        """Whether samples open files themselves; each is looked at before it is served."""
+        return any(leaf.checked for leaf in self._named)
+
     def in_page_cache(self) -> bool:
         """Whether all objects are whole local files in the page cache, judged by a few."""
         if not (len(self.manifest) and all(leaf.whole_files for leaf in self.leaves)):

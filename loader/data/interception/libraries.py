@@ -326,12 +326,13 @@ def _leave_file_objects() -> None:
     h5py = sys.modules["h5py"]
     shared: Any = next(kind for kind in h5py.Group.__mro__ if "_lapl" in vars(kind))
     link, begin = shared._lapl.fget, h5py.Dataset.__init__  # noqa: SLF001
+    driver = h5py.h5fd.fileobj_driver
     access = h5py.h5p.create(h5py.h5p.LINK_ACCESS)
     access.set_elink_fapl(h5py.h5p.create(h5py.h5p.FILE_ACCESS))
 
     def path_of(handle: Any) -> bytes:
         file = h5py.h5i.get_file_id(handle)
-        if file.get_access_plist().get_driver() != h5py.h5fd.fileobj_driver:
+        if file.get_access_plist().get_driver() != driver:
             return b""
         path, ours, _ = h5py.h5f.get_name(file).partition(_IN_MEMORY.encode())
         return path if ours else b""

@@ -163,8 +163,10 @@ class LoaderState:
 
         A copy in the arena would then cost more than it saves: each file is copied twice, and the
         daemon takes CPU time from the readers. This does not hold for files that are in the arena
-        already, nor for rows, which the arena delivers faster than any file, unless this process
-        has many sessions: each event of one costs the daemon a look at all.
+        already, unless samples open them: a copy of a kilobyte then takes longer than the file
+        (benchmarks/many_files.py --raw). Nor does it hold for rows, which the arena delivers faster
+        than any file, unless this process has many sessions: each event of one costs the daemon a
+        look at all.
 
         The same holds for an epoch that begins with all its samples kept decoded.
         """
@@ -174,7 +176,8 @@ class LoaderState:
             return True
         kept = binding.kept()
         known = (s for s in (stream, self._stream) if s is not None and s.binding is binding)
-        if not kept and any(s.alive and s.session.holds_most() for s in known):
+        held = any(s.alive and s.session.holds_most() for s in known)
+        if held and not kept and not binding.opens_files:
             return False
         if rank_and_world()[1] > 1:  # other nodes may depend on what this one reads
             alone = stream is not None and not (stream.joining or stream.session.client.cluster)

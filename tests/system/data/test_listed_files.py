@@ -406,6 +406,28 @@ def test_files_of_a_quick_source_stay_alone(
     assert connections.connected(embedded) is None
 
 
+@needs_fuse
+@pytest.mark.usefixtures("daemon")
+def test_files_that_are_in_the_page_cache_by_now_are_left_to_samples(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each open is looked at before it is served; reading a small file takes less."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    monkeypatch.setattr("creel.loader.data.tracing.wrapped_reads.remote", lambda _: True)
+    ours, theirs = source.loaders(Files)
+    opens = []
+    for epoch in range(4):
+        near = epoch > 1
+        monkeypatch.setattr(
+            "creel.loader.data.binding.bind.in_page_cache", lambda _, near=near: near
+        )
+        before = source.opens()
+        assert same(list(ours), list(theirs))
+        opens.append(source.opens() - before)
+    assert opens[1] < N / 4, "in memory"
+    assert opens[3] == N, "none is served, although memory has them"
+
+
 class Parts(Files):
     """Of each file a sample reads little."""
 
