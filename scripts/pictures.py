@@ -34,6 +34,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from kit import until
 from testbed.slowfs import SlowFS
 
+#: Where the training finds its files: `creel top` shows the path.
+MOUNT = "/mnt/photos"
 PICTURES = Path(__file__).parents[1] / "docs/pictures"
 FILES, NBYTES = 2000, 150_000
 #: Seconds of training before the picture: two epochs; and of the batches that are drawn.
@@ -73,7 +75,7 @@ def run(folder: Path, name: str) -> subprocess.Popen[bytes]:
     }
     job = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=photos")
     launch = (sys.executable, "-m", "torch.distributed.run", *job, "--nproc-per-node=2")
-    given = (str(program), str(folder / "mount"), str(FILES))
+    given = (str(program), MOUNT, str(FILES))
     return subprocess.Popen(
         [*launch, *given], env=env, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -110,7 +112,7 @@ def main() -> None:
         for i in range(FILES):
             (folder / f"data/{i:05}").write_bytes(os.urandom(NBYTES))
         slow = {"bandwidth": "100M", "open_latency": 3.0}
-        with SlowFS(str(folder / "data"), str(folder / "mount"), **slow):  # type: ignore[no-untyped-call]
+        with SlowFS(str(folder / "data"), MOUNT, **slow):  # type: ignore[no-untyped-call]
             training = run(folder, name)
             try:
                 until(lambda: serves(name), 120, event="the training has a daemon")

@@ -52,13 +52,13 @@ _GUESS_NBYTES = 128 << 10
 _REGION_SHARE = 64
 _REGION_NBYTES = 64 << 20
 
-#: Objects and bytes read from storage, and failed objects. Objects and bytes that peers sent, and
-#: objects that they lacked. Objects and bytes sent to peers, and objects refused. Objects and bytes
-#: read from disk, objects that it lacked, and objects and bytes written to it.
 #: An epoch that no plan is about: the plans of this node's ranks do not say where to read an object
 #: then. Homes do, in any epoch.
 NO_EPOCH = -2
 
+#: Objects and bytes read from storage, and failed objects. Objects and bytes that peers sent, and
+#: objects that they lacked. Objects and bytes sent to peers, and objects refused. Objects and bytes
+#: read from disk, objects that it lacked, and objects and bytes written to it.
 _COUNTED = (
     *("reads", "read_nbytes", "failed", "peer_reads", "peer_nbytes", "peer_misses"),
     *("served", "served_nbytes", "refused"),

@@ -34,7 +34,6 @@ DECODED, DECODES = 8, 9
 PAGE_NBYTES = 4096
 #: Bytes of an extent, which takes memory only where it was written, and extents of a memfd.
 _PLACES_NBYTES, _EXTENTS = 1 << 45, 1 << 17
-#: Most buffers of one system call (Linux).
 #: Longest wait for the lock, which is held for microseconds, and the pause between two attempts.
 _LOCK_S, _PAUSE_S = 1.0, 0.0002
 
