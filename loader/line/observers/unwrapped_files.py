@@ -54,7 +54,8 @@ class ThreadSamples:
         self.over, self.next_at = False, 0.0
         self.file: AwaitedFile | None = None
         self._readers, self._serves = readers, serves
-        self._seen: dict[tuple[str, bool], set[int]] = {}
+        self._seen: dict[str, set[int]] = {}
+        self._mapped: set[str] = set()
         self._looks = self._looked = self._waits = 0
         watch.add(self)
 
@@ -76,9 +77,9 @@ class ThreadSamples:
     def end(self) -> None:
         """Look no more, and say which file was waited for."""
         # The file of most batches: a container that many samples read, if there is one.
-        for (path, mapped), batches in sorted(self._seen.items(), key=lambda entry: -len(entry[1])):
+        for path, batches in sorted(self._seen.items(), key=lambda entry: -len(entry[1])):
             if not path or not self._serves(path):
-                self.file = AwaitedFile(path, mapped, frozenset(batches))
+                self.file = AwaitedFile(path, bool({path, ""} & self._mapped), frozenset(batches))
                 break
         self.over = True
 
@@ -88,7 +89,9 @@ class ThreadSamples:
         if wait.storage:
             self._waits += 1
         if (wait.path or wait.mapped) and reader.stage()[1] == batch:
-            self._seen.setdefault((wait.path, wait.mapped), set()).add(batch)
+            self._seen.setdefault(wait.path, set()).add(batch)
+            if wait.mapped:  # it is opened first, which can take as long as a page of it
+                self._mapped.add(wait.path)
 
 
 class OwnFiles:

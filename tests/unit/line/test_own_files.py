@@ -48,6 +48,18 @@ def looks_at(thread: threading.Thread, serves: bool = False) -> ThreadSamples:
     return ThreadSamples([reader], lambda _: serves)
 
 
+@pytest.mark.parametrize("mapped", ["/data/rows", ""])
+def test_a_file_whose_pages_are_waited_for_is_mapped_though_its_opens_are_seen_more_often(
+    mapped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel does not say whose page it is where several files are mapped."""
+    waits = iter([KernelWait(True, mapped, True), *[KernelWait(True, "/data/rows")] * 1000])
+    monkeypatch.setattr(Reader, "waits", lambda _: next(waits))
+    looks = looks_at(threading.current_thread())
+    until(lambda: looks.over, event="all looks are done")
+    assert looks.file == AwaitedFile("/data/rows", True, frozenset({7}))
+
+
 def test_a_file_that_creel_serves_is_not_named(waiting: tuple[threading.Thread, Path]) -> None:
     looks = looks_at(waiting[0], serves=True)
     until(lambda: looks.over, event="all looks are done")
