@@ -77,7 +77,7 @@ class ThreadSamples:
     def end(self) -> None:
         """Look no more, and say which file was waited for."""
         # The file of most batches: a container that many samples read, if there is one.
-        for path, batches in sorted(self._seen.items(), key=lambda entry: -len(entry[1])):
+        for path, batches in sorted(self._seen.items(), key=lambda e: (-len(e[1]), not e[0])):
             if not path or not self._serves(path):
                 self.file = AwaitedFile(path, bool({path, ""} & self._mapped), frozenset(batches))
                 break
