@@ -22,6 +22,7 @@ from creel.loader.client import connections
 from creel.loader.data.binding.wrapped import reads_of
 from creel.loader.data.tracing import wrapped_reads
 from creel.loader.data.tracing.lists.hypothesis import LEAST
+from creel.loader.line.batches import iterator_session
 from creel.policies.direct import ThreadUse
 from daemons import Running
 from kit import seeds, until
@@ -218,16 +219,23 @@ def test_memory_for_a_part_saves_that_part_from_the_second_epoch_on(
 
 
 @needs_fuse
-@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_names_made_of_columns_are_read_ahead_from_the_middle_of_the_first_epoch_on(
-    source: Source, workers: int
+    source: Source, daemon: Running, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On busy cores samples are read sooner than names are explained and a session is open."""
+    monkeypatch.setattr(iterator_session, "_FOLLOW_NS", 0)
+
+    def served() -> bool:
+        with daemon.client("cli") as client:
+            return bool(client.ask("stats")["core"]["datasets"])
+
     ours, theirs = source.loaders(Names, num_workers=workers)
     batches = iter(ours)
     got = [next(batches) for _ in range(N // BATCH // 2)]
-    # On busy cores samples may be read sooner than their names are explained.
     until(lambda: reads_of(ours.dataset).supposed() is not None, event="the columns are known")  # type: ignore[union-attr]  # wrapped
+    got.append(next(batches))  # it begins to look for a session
+    until(served, event="the daemon knows the files")
     got += batches
     first = source.opens()
     assert same(got, list(theirs))

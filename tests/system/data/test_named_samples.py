@@ -187,30 +187,23 @@ def test_creel_verify_looks_at_more_samples_than_a_job(folder: Path, disk: Path)
     env = {**os.environ, "CREEL_DISK__PATH": str(disk), "CREEL_DISK__KEEP_FREE": "0"}
     paths = sorted(map(str, folder.glob("*.bin")))
 
-    def run(module: str, *words: str, hidden: str) -> tuple[str, str]:
-        program = Program(_RUN, module, *words, *paths, env=env | {"HIDDEN": hidden})
-        answer = program.communicate()
-        assert program.returncode == 0, answer
-        return answer
-
-    script = str(folder / "train.py")
     for hidden in ("0", "7"):
-        assert "'n' is" not in run("", script, hidden=hidden)[1]
-    out, log = run("creel", "verify", "--json", script, hidden="7")
-    assert log.count(f"'n' is dropped: sample {N - 1} is not what") == 1, log
-    assert json.loads(out)["equal"]
+        program = Program(_RUN, str(folder / "train.py"), *paths, env=env | {"HIDDEN": hidden})
+        assert "'n' is" not in program.communicate()[1]
+        assert program.returncode == 0
+    command = [sys.executable, "-m", "creel", "verify", "--json", str(folder / "train.py"), *paths]
+    more = env | {"HIDDEN": "7"}
+    done = subprocess.run(command, env=more, capture_output=True, text=True, check=True)
+    assert done.stderr.count(f"'n' is dropped: sample {N - 1} is not what") == 1, done.stderr
+    assert json.loads(done.stdout)["equal"]
     assert named.listed(str(disk)) == []
 
 
-#: As `python -m MODULE WORDS`, or `python WORDS`.
+#: As `python WORDS`.
 _RUN = """
 import runpy, sys
-module, *sys.argv = sys.argv[1:]
-if module:
-    sys.argv.insert(0, module)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-else:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 _TRAINED = """
 import os, sys, torch, creel
