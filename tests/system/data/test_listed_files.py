@@ -607,7 +607,7 @@ def test_batches_and_exceptions_are_torchs(
 @needs_fuse
 @pytest.mark.usefixtures("daemon")
 def test_spawned_workers_read_what_the_list_says(source: Source) -> None:
-    more = {"num_workers": 1, "multiprocessing_context": "forkserver", "persistent_workers": True}
+    more = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
     (ours, _), (_, theirs) = source.loaders(Files, **more), source.loaders(Files)
     assert opened_by_epoch(source.opens, ours, theirs, 1) == [N]
     assert len(list(ours)) == N // BATCH

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 FILES, NBYTES, BATCH = 640, 2_000, 16
 DIRECT = {"loader.direct": "auto"}
-SPAWNED = {"num_workers": 1, "multiprocessing_context": "forkserver", "persistent_workers": True}
+SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
 
 
 def decode(data: bytes) -> torch.Tensor:

@@ -178,8 +178,13 @@ def count_epochs(loader: Loader, epoch: int) -> None:
         loader.sampler.set_epoch(epoch)
 
 
-@pytest.mark.parametrize("workers, persistent", [(0, False), (2, False), (2, True)])
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "name, workers, persistent",
+    [
+        *((name, *way) for name in OWN for way in ((0, False), (2, True))),
+        *((name, 2, False) for name in ("lazy", "the loader's generator", "counted by its script")),
+    ],
+)
 def test_a_custom_sampler_is_predicted_where_that_is_asked_for(
     name: str, workers: int, persistent: bool
 ) -> None:
@@ -214,8 +219,9 @@ def test_a_custom_sampler_is_predicted_where_that_is_asked_for(
     assert str(got) == str(want)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", GLOBAL)
+@pytest.mark.parametrize(
+    "name, workers", [*((name, 0) for name in GLOBAL), ("lazy", 2), ("torch", 2)]
+)
 def test_a_custom_sampler_that_draws_globally_is_refused_and_only_followed(
     name: str, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
