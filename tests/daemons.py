@@ -48,7 +48,7 @@ class Running:
             fds = [0, 1, self._log.fileno()]
             self.process = Forked(_LINE, ["creel.daemon", *arguments], fds, env)
         try:
-            until(self._serves, 60, event="the daemon serves")
+            until(self._serves, 90, event="the daemon serves")
         except BaseException:
             self.kill()
             raise
@@ -70,7 +70,7 @@ class Running:
     def end(self) -> str:
         """Send SIGTERM and wait for a clean exit; return the log."""
         self.process.terminate()
-        assert self.process.wait(30) == 0, self.log()
+        assert self.process.wait(60) == 0, self.log()
         return self.log()
 
     def kill(self) -> None:

@@ -75,7 +75,7 @@ def cluster_view(
     )
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0, event: str = "") -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0, event: str = "") -> None:
     """Wait for a condition that another process will make true; fail with `event` otherwise.
 
     The deadline is not part of the test: a busy machine may take seconds instead of milliseconds.
@@ -232,7 +232,7 @@ class Holdings:
 
 
 @contextmanager
-def nothing_left(timeout_s: float = 30.0) -> Iterator[None]:
+def nothing_left(timeout_s: float = 60.0) -> Iterator[None]:
     """Fail unless descriptors, threads and children are back to those at the start."""
     before = Holdings.now()
     yield

@@ -138,7 +138,7 @@ def test_without_torch_the_command_line_works_and_the_rest_says_what_to_install(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=110,
             check=False,
         )
         assert done.returncode == code
@@ -149,7 +149,7 @@ def test_without_torch_the_command_line_works_and_the_rest_says_what_to_install(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     assert "creel.DataLoader needs torch: pip install 'creel-data[torch]'" in done.stderr

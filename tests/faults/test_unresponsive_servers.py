@@ -111,7 +111,7 @@ def test_a_silent_s3_is_given_up(silent: str) -> None:
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     command = [sys.executable, "-c", _S3]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=110)
     assert done.stdout == "True\n"
 
 

@@ -431,7 +431,7 @@ def test_ranks_without_a_distributed_sampler_replay_disjoint_rows(tmp_path: Path
         assert len({row for rows in step for row in rows}) == 12
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ranks_of_a_group_replay_alike_and_other_groups_other_rows(
     tmp_path: Path, workers: int

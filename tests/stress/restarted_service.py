@@ -39,7 +39,8 @@ def main(seconds: float) -> int:
             machine.run("systemctl", "restart", _UNIT)
         machine.run_as_user("touch", "stop")
         answers = [
-            json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in trainings
+            json.loads(process.communicate(timeout=110)[0].splitlines()[-1])
+            for process in trainings
         ]
     for answer in answers:
         print(answer)

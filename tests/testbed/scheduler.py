@@ -49,7 +49,7 @@ class Slurm:
 
     def _hook(self, name: str, settings: dict[str, str]) -> Path:
         shown = [str(PROGRAMS / "creel"), "slurm", "show", name]
-        text = subprocess.run(shown, capture_output=True, text=True, timeout=60, check=True).stdout
+        text = subprocess.run(shown, capture_output=True, text=True, timeout=110, check=True).stdout
         for variable, value in settings.items():
             text = "\n".join(
                 " ".join(

@@ -67,7 +67,7 @@ def _pip(*words: str) -> None:
 
 
 def _output(*words: str | Path, cwd: Path) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, timeout=110, check=True)
     return done.stdout
 
 
@@ -157,7 +157,7 @@ def test_shipped_files_are_written_out(installed: Path, tmp_path: Path) -> None:
     for name in ("prolog", "task-prolog", "epilog", "job"):
         script = _output(creel, "slurm", "show", name, cwd=tmp_path)
         assert f"\nbin='{installed}'\n" in script
-        subprocess.run(["sh", "-n"], input=script, text=True, check=True, timeout=60)
+        subprocess.run(["sh", "-n"], input=script, text=True, check=True, timeout=110)
     for name in EXAMPLES:
         compile(_output(creel, "example", name, cwd=tmp_path), name, "exec")
 
@@ -178,7 +178,7 @@ def test_slurms_scripts_give_a_job_a_daemon_and_end_it(installed: Path, tmp_path
             capture_output=True,
             text=True,
             cwd=tmp_path,
-            timeout=60,
+            timeout=110,
             check=True,
         )
         return done.stdout + done.stderr
@@ -230,7 +230,7 @@ def test_pbss_hook_gives_a_job_a_daemon_and_a_key_and_ends_it(
         env = os.environ | {"JOB": job, "EVENT": str(event)}
         command = [sys.executable, str(tmp_path / "hook.py")]
         done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=60, check=True
+            command, env=env, capture_output=True, text=True, timeout=110, check=True
         )
         return done.stdout + done.stderr
 

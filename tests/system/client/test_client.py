@@ -159,7 +159,7 @@ def test_where_descriptors_run_out_the_line_is_not_made(daemon: Running, free: i
         [sys.executable, "-c", _FEW_DESCRIPTORS, str(free)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -118,7 +118,7 @@ def test_a_daemon_that_cannot_start_says_why_once(
     assert "more than this node has" in caplog.text
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_daemon_that_is_stopped_while_it_starts_is_not_waited_for(
     daemon_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

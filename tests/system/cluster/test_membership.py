@@ -28,7 +28,7 @@ from creel.messages import Join, Member
 from creel.policies.cluster.shared_plan import PlanDigest, SharedPlan
 from kit import Cores
 
-pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(120)]
 
 KEY = bytes(range(32))
 

@@ -71,7 +71,7 @@ except OSError:
 print(s.recv(1000))
 """
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=True
     )
     assert "belongs to user 0" in run.stdout
     assert status(daemon)["state"] == "serving"

@@ -301,7 +301,7 @@ def test_stop_waits_for_the_clients_or_not(daemon_name: str, tmp_path: Path) -> 
 
 def test_a_second_daemon_of_the_name_is_turned_away(daemon: Running) -> None:
     command = [sys.executable, *COMMAND, "--name", daemon.name, "--memory", "1MiB"]
-    second = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    second = subprocess.run(command, capture_output=True, timeout=110, check=False)
     assert second.returncode == 1
     assert b"is already running" in second.stderr
     assert status(daemon)["state"] == "serving"

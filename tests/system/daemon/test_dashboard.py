@@ -261,6 +261,6 @@ def promtool(folder: Path, tests: list[dict[str, Any]]) -> None:
     cases.write_text(json.dumps({"rule_files": [str(RULES)], "tests": tests}))
     for arguments in (("check", "rules", str(RULES)), ("test", "rules", str(cases))):
         done = subprocess.run(
-            ["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False
+            ["promtool", *arguments], capture_output=True, text=True, timeout=110, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -129,7 +129,7 @@ print(said, fds)
 """
         answers = subprocess.run(
             ["unshare", *apart, sys.executable, "-c", code],
-            stdout=subprocess.PIPE, text=True, timeout=60, check=True,
+            stdout=subprocess.PIPE, text=True, timeout=110, check=True,
         ).stdout.splitlines()  # fmt: skip
         assert len(answers) == 3, answers
         for said in answers[:2]:
@@ -154,7 +154,7 @@ print(s.recv(1000))
 """
     with Running(daemon_name):
         run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=True
         )
     assert "or root directory" in run.stdout
 
@@ -180,7 +180,7 @@ for root in ("/", {str(tmp_path)!r}):
 """
     output = subprocess.run(
         ["unshare", "-m", sys.executable, "-c", code],
-        stdout=subprocess.PIPE, text=True, timeout=60, check=True,
+        stdout=subprocess.PIPE, text=True, timeout=110, check=True,
     ).stdout  # fmt: skip
     assert output.split() == ["True", "False"]
 
@@ -204,7 +204,7 @@ def test_a_proc_of_other_pids_is_said_at_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_OWN_PIDS)
     command = ["unshare", "-pf", sys.executable, str(script)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=110)
     (said,) = done.stderr.splitlines()
     assert said.startswith("creel reads directly, without a cache: creel needs /proc")
     assert said.endswith("is that of another PID namespace")

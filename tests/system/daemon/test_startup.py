@@ -112,7 +112,7 @@ def test_a_service_takes_over_the_metrics_page_too(daemon_name: str) -> None:
 
 def test_a_second_service_is_refused(running: Running) -> None:
     command = [sys.executable, *COMMAND, "--name", running.name, "--memory", "8MiB"]
-    second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
     assert second.returncode == 1
     assert f"your daemon named {running.name!r} is already running" in second.stderr
     with running.client("cli") as client:

@@ -164,14 +164,18 @@ def test_a_unit_is_sound_and_no_more_exposed_than_the_manual_says(
     unit = tmp_path / name.replace("@", "@x")
     unit.write_text(text.replace("/usr/bin/env creeld", "/bin/true").replace("%i", "daemon"))
     done = subprocess.run(
-        ["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60, check=False
+        ["systemd-analyze", "verify", unit],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     done = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", unit],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     level = re.search(r"exposure level for \S+: ([\d.]+)", done.stdout)

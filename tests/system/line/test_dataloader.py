@@ -153,7 +153,7 @@ def test_elsewhere_than_on_linux_it_can_be_imported() -> None:
         "assert [b.tolist() for b in creel.DataLoader(range(3), 2)] == [[0, 1], [2]]"
     )
     out = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=True
     )
     assert out.stderr.count("creel needs Linux") == 1
 

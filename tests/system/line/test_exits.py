@@ -242,6 +242,6 @@ began.wait()
 def test_no_thread_looks_for_a_daemon_while_the_interpreter_ends() -> None:
     """One that is in Arrow's code by then aborts the process."""
     ended = subprocess.run(
-        [sys.executable, "-c", _SEARCHING], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _SEARCHING], check=False, capture_output=True, text=True, timeout=110
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[]\n", "")

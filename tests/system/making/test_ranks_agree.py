@@ -15,7 +15,7 @@ from creel.errors import ConfigError
 from creel.loader.making.groups import exchange
 from testbed.ranks import ranks
 
-pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(120)]
 
 SAMPLES, BATCH = 203, 10
 

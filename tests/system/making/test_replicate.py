@@ -22,7 +22,7 @@ from creel.errors import ConfigError
 from testbed import cluster
 from testbed.ranks import ranks
 
-pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(120)]
 
 SAMPLES, BATCH, GROUP = 90, 5, 2
 CLONE_NEWNET = 0x40000000

@@ -28,7 +28,7 @@ from creel.cache.memory.slots.writer import ALIGN, TINY, SlotWriter
 from creel.errors import IllegalEventError
 from kit import descriptors
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 MB = 1 << 20
 
 
@@ -264,7 +264,7 @@ def test_a_tensor_alive_at_exit_does_no_harm() -> None:
         "sys.modules['keep'] = [t, r]; u = [t]; u.append(u)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -49,7 +49,7 @@ def test_a_terminal_without_utf8_shows_what_it_can() -> None:
     command = [sys.executable, "-m", "creel", "simulate", *scenario.split()]
     with os.fdopen(ours, "rb", 0) as shown, os.fdopen(terminal, "wb") as out:
         run = subprocess.run(
-            command, stdout=out, stderr=subprocess.PIPE, env=env, timeout=60, check=False
+            command, stdout=out, stderr=subprocess.PIPE, env=env, timeout=110, check=False
         )
         assert (run.returncode, run.stderr) == (0, b"")
         assert b"epoch" in shown.read(1000)
@@ -66,7 +66,7 @@ def test_top_says_where_a_terminal_cannot_show_it() -> None:
             stdout=both,
             stderr=subprocess.PIPE,
             env={**os.environ, "TERM": "dumb"},
-            timeout=60,
+            timeout=110,
             check=False,
         )
     assert run.returncode == 2
@@ -83,7 +83,7 @@ def test_a_closed_pipe_ends_a_command_well(command: str) -> None:
             [sys.executable, "-m", "creel", *command.split()],
             stdout=closed,
             stderr=subprocess.PIPE,
-            timeout=60,
+            timeout=110,
             check=False,
         )
     assert (run.returncode, run.stderr) == (0, b"")
@@ -129,7 +129,7 @@ def test_a_script_that_is_not_there_is_found_out_without_torch() -> None:
         "assert main.main(['verify', '/nonexistent.py']) == 2;"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=110)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith("COV")}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
     assert b"verify" in done.stdout

@@ -86,7 +86,7 @@ def test_a_loader_that_needs_no_daemon_keeps_no_other_from_one(
         patient = threads.submit(connections.running_client, config)
         assert asked.wait(30)
         try:
-            assert threads.submit(connections.client_of, config).result(timeout=5) is quick
+            assert threads.submit(connections.client_of, config).result(timeout=20) is quick
         finally:
             answered.set()
         assert patient.result(timeout=30) is quick

@@ -114,7 +114,7 @@ def _said(code: str, **env: str) -> list[str]:
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     return done.stderr.splitlines()
 

@@ -27,7 +27,7 @@ from creel.loader.line.order import replay
 from creel.loader.line.order.custom import sampler_copy
 from creel.loader.line.order.epoch_plan import same_batch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Lazy(Sampler[int]):

@@ -21,7 +21,7 @@ from torch.utils.data import (
 from creel.loader.line.order import generators
 from creel.loader.line.order.epoch_plan import same_batch
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 _LARGE, BATCH = 2_000_000, 256
 

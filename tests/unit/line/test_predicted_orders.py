@@ -19,7 +19,7 @@ from torch.utils.data import (
 from creel.loader.line.order.epoch_plan import same_batch
 from kit import seeds
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("case", seeds(80))

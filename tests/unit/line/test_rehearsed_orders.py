@@ -35,7 +35,7 @@ from creel.policies.rehearsal.memory_rows import mixed
 from creel.policies.rehearsal.replay_passes import Passes
 from kit import seeds
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def set_epoch(loader: Loader, epoch: int) -> None:

@@ -21,7 +21,7 @@ from creel.loader.line.order import samplers
 from creel.loader.line.order.epoch_order import EpochOrder, IteratorStart
 from kit import seeds
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -27,7 +27,7 @@ from creel.errors import ConfigError
 from creel.loader.line.order.epoch_order import EpochOrder
 from kit import seeds
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("case", seeds(60))

@@ -19,7 +19,7 @@ from creel.loader.making.transport.channel import Channel, pair
 from creel.system import fd_packets
 from kit import descriptors
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

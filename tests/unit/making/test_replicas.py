@@ -20,7 +20,7 @@ from creel.loader.making.transport.channel import Channel, pair
 from creel.loader.making.transport.unpacking import unpack
 from kit import seeds
 
-pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(120)]
 
 FLOATS = 8192  # per slot
 SLOTS = 3

@@ -45,7 +45,7 @@ def test_a_producer_needs_neither_torch_nor_arrow(folder: Path) -> None:
         f"with creel.Producer({str(folder)!r}, {{'x': 'float32'}}) as p: p.put(x=1)\n"
         "assert not {'torch', 'pyarrow', 'zmq'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=110)
     assert float(Stream(folder, None)[0]["x"]) == 1
 
 
@@ -106,9 +106,9 @@ def test_the_manuals_lines_of_c_write_a_stream(folder: Path, tmp_path: Path) -> 
     }"""
     (tmp_path / "write.c").write_text(lines + main)
     program = str(tmp_path / "write")
-    subprocess.run(["cc", "-Wall", "-o", program, f"{program}.c"], check=True, timeout=60)
+    subprocess.run(["cc", "-Wall", "-o", program, f"{program}.c"], check=True, timeout=110)
     Producer(folder, FIELDS, chunk=2).put(**record(7))  # its description; the record is not written
-    subprocess.run([program, str(folder)], check=True, timeout=60)
+    subprocess.run([program, str(folder)], check=True, timeout=110)
     Log.open(folder).end()
     stream = Stream(folder, None)
     (batch,) = DataLoader(stream, batch_sampler=stream.batches(6))

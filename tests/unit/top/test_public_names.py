@@ -44,7 +44,7 @@ def test_a_misspelt_name_gets_a_suggestion(wrong: str, right: str) -> None:
 )
 def test_the_stable_modules_are_there_however_they_are_imported(program: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=True
     )
     assert done.stdout == "ConfigError creel.datasets\n"
 
@@ -149,7 +149,7 @@ def test_the_end_of_a_slurm_job_leaves_the_folder_to_others_that_begin(tmp_path:
     script = script.replace("/run/creel-slurm", str(tmp_path)).replace("/usr/bin\n", "/none\n", 1)
     (tmp_path / "7.key").touch()
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "4294967294", "SLURM_JOB_GID": "4294967294"}
-    subprocess.run(["sh", "-c", script], env=job, timeout=60, check=True)
+    subprocess.run(["sh", "-c", script], env=job, timeout=110, check=True)
     assert list(tmp_path.iterdir()) == []
 
 
