@@ -86,7 +86,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         remap: "global-batch": the ranks of a `DistributedSampler` exchange samples within each
             global batch, so that each node reads mostly the same samples in all epochs. Global
             batches stay torch's; which rank reads which of their samples differs
-            (docs/groups.md). All ranks must give it; the first epoch waits for all of them. Not
+            (docs/remap.md). All ranks must give it; the first epoch waits for all of them. Not
             for an iterable dataset.
         replicate: the ranks of this rank's tensor, pipeline or context parallel group, which read
             the same batches: the number of consecutive ranks in a group, its process group, or a
@@ -112,7 +112,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             worker that is idle first, with `seeding="sample"`, so the batches are the same for any
             `num_workers`. Other workers make the batches of one that died; the third death at one
             batch raises torch's RuntimeError. `num_workers="auto"` then is twice this rank's share
-            of the node's cores (docs/augmentation.md).
+            of the node's cores (docs/shared-workers.md).
         creel_args: for frameworks that make a loader again from its attributes, by name. A loader
             has this one if attributes of a subclass have names of arguments above: they are the
             subclass's, and these arguments are what was passed.

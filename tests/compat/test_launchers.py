@@ -216,7 +216,23 @@ def test_ray_train_gives_each_worker_torchs_batches_on_a_node_of_its_own(
     assert len(nodes) == WORLD
 
 
-# --- Kubeflow -------------------------------------------------------------------------------------
+# --- Kubernetes and Kubeflow ----------------------------------------------------------------------
+
+
+def test_kubernetes_knows_each_key_of_the_job_and_of_the_recipe() -> None:
+    """Its models, which Kubeflow has, take the files, and lose nothing: they drop unknown keys."""
+    models, yaml = framework("kubeflow_trainer_api.models"), framework("yaml")
+    job, service = yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text())
+    assert models.IoK8sApiBatchV1Job.from_dict(job).to_dict() == job
+    assert models.IoK8sApiCoreV1Service.from_dict(service).to_dict() == service
+    page = (ROOT / "docs/recipes/kubernetes.md").read_text()
+    (lines,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    container = {"name": "train", **yaml.safe_load(lines)}
+    assert models.IoK8sApiCoreV1Container.from_dict(container).to_dict() == container
+    (whole,) = job["spec"]["template"]["spec"]["containers"]
+    assert {name: whole[name] for name in ("env", "resources")}.items() <= container.items()
+    container["envs"] = container.pop("env")
+    assert models.IoK8sApiCoreV1Container.from_dict(container).to_dict() != container
 
 
 def test_kubeflow_knows_each_key_of_the_trainjob() -> None:
