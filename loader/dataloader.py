@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
+from inspect import signature
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -70,8 +71,9 @@ if TYPE_CHECKING:
 
 T_co = TypeVar("T_co", covariant=True)
 
-#: torch >= 2.6. Evaluated at import, because `creel verify` replaces torch's class with ours.
-_TORCH_HAS_IN_ORDER = "in_order" in torch.utils.data.DataLoader.__init__.__annotations__
+#: Evaluated at import, because `creel verify` replaces torch's class with ours.
+_OF_TORCH = dict(signature(torch.utils.data.DataLoader.__init__).parameters)
+_TORCH_HAS_IN_ORDER = "in_order" in _OF_TORCH  # torch >= 2.6
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -184,6 +186,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
             batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
         dataset, batch_sampler = _with_rows(dataset, batch_sampler, args.rehearsal)
+        self._creel_newer = _newer(kwargs)
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:
@@ -491,6 +494,11 @@ def _may_take(loader: DataLoader[Any]) -> bool:
         return False
     args = args_of(loader)
     alone = args.remap is None and args.replicate is None  # other ranks expect the same
+    if newer := vars(loader).get("_creel_newer"):
+        if not alone:
+            raise ConfigError(f"remap and replicate do not go with {newer}=, of a newer torch")
+        _warn_once(f"{newer}= is of a newer torch: this DataLoader behaves as torch's")
+        return False
     if loader.num_workers and alone and (why := _refused_memfds()):
         _warn_once(f"this system gives no memfd ({why}): this DataLoader behaves as torch's")
         return False
@@ -502,6 +510,12 @@ def _may_take(loader: DataLoader[Any]) -> bool:
     if not is_map or isinstance(loader.dataset, MapDataPipe):
         return False
     return not _state_of(loader).config.loader.disable
+
+
+def _newer(arguments: dict[str, Any]) -> str:
+    """Return the first argument that only a newer torch knows, not as by default; "" if none."""
+    known = (name for name in arguments if name in _OF_TORCH)
+    return next((name for name in known if arguments[name] != _OF_TORCH[name].default), "")
 
 
 def _starts_processes(context: object) -> bool:
