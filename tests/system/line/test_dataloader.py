@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import os
 import pickle
@@ -139,6 +140,29 @@ def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
     assert warned[0].filename == __file__
     assert not isinstance(iter(loader), WorkerIter)
     creel.DataLoader(Squares(), 4)
+
+
+def test_what_only_a_newer_torch_knows_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `worker_method="thread"` and `stateful=` of the releases to come, on its workers."""
+    begin = torch.utils.data.DataLoader.__init__
+
+    def newer(loader: Any, *args: Any, worker_method: str = "multiprocessing", **more: Any) -> None:
+        loader.worker_method = worker_method
+        begin(loader, *args, **more)
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__init__", newer)
+    known = dict(inspect.signature(newer).parameters)
+    monkeypatch.setattr("creel.loader.dataloader._OF_TORCH", known)
+    monkeypatch.setattr("creel.loader.dataloader._warned", False)
+    new: Any = {"worker_method": "thread"}
+    with pytest.warns(UserWarning, match="worker_method= is of a newer torch"):
+        loader = creel.DataLoader(Squares(), 4, num_workers=1, **new)
+    assert not isinstance(iter(loader), WorkerIter)
+    assert [len(batch) for batch in loader] == [len(b) for b in creel.DataLoader(Squares(), 4)]
+    with pytest.raises(ConfigError, match="do not go with worker_method="):
+        creel.DataLoader(Squares(), 4, num_workers=1, replicate=2, **new)
+    default: Any = {"worker_method": "multiprocessing"}
+    assert isinstance(iter(creel.DataLoader(Squares(), 4, num_workers=1, **default)), WorkerIter)
 
 
 def test_elsewhere_than_on_linux_it_can_be_imported() -> None:
