@@ -106,7 +106,7 @@ def test_batches_are_torchs_while_the_planner_is_held_up(
 
 
 @pytest.mark.usefixtures("small", "daemon")
-@pytest.mark.parametrize("seed, kind", enumerate(KINDS))
+@pytest.mark.parametrize("seed, kind", list(enumerate(KINDS)))
 def test_epochs_left_early_and_read_to_the_end_are_torchs(rows: Any, kind: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     stops = [int(s) for s in rng.integers(1, 2 * STEPS, 5)]
