@@ -174,6 +174,8 @@ def test_a_wrapped_dataset_that_creel_cannot_serve_is_told_why_and_what_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Samples wait longer for busy cores than for files: a small part counts, and looks go on.
+    # They must fall into several batches, which tell a file that stays open from one opened anew.
+    monkeypatch.setattr(unwrapped_files, "_SAMPLES", 150)
     monkeypatch.setattr(unwrapped_files, "_PART", 0.0)
     monkeypatch.setattr(unwrapped_files, "_AGAIN", 0.0)
     loader = creel.DataLoader(creel.wrap(kind(slow)), BATCH, num_workers=workers, creel=served)
