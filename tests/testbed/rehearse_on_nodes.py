@@ -48,8 +48,8 @@ def parts(folder: str, kind: str) -> list[tuple[Dataset[Any], range]]:
 
 
 def join() -> None:
-    """Wait until all nodes know each other."""
-    while (client := client_of(Config.load()[0])) is not None and not client.cluster:
+    """Wait until all nodes know each other, also where a daemon's start fails on busy cores."""
+    while (client := client_of(Config.load()[0])) is None or not client.cluster:
         time.sleep(0.01)
     dist.barrier()
 
