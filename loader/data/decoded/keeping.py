@@ -23,8 +23,8 @@ from torch.utils.data import get_worker_info
 from creel.config import Config, switched_off
 from creel.errors import ConfigError
 from creel.loader.data.decoded.codec import UnkeptError, difference
-from creel.loader.data.decoded.identity import key_of
 from creel.loader.data.decoded.held_files import HeldFiles
+from creel.loader.data.decoded.identity import key_of
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.rng_use import Draws
 from creel.loader.data.decoded.stores.named_store import NamedFile, open_named
