@@ -57,7 +57,7 @@ def started() -> Client:
 
 def join() -> None:
     """Wait until all nodes know each other."""
-    while not (client := started()).cluster:
+    while not started().cluster:
         time.sleep(0.01)
     dist.barrier()
 
