@@ -189,7 +189,7 @@ class SampleInputs:
             made_ns: a time (`time.time_ns`) before the daemon has read any of the files.
             held: what it depends on besides what it has read, as in `versions`.
         """
-        inputs = []
+        inputs: list[list[Any]] = []
         for path, version in {**held, **self.versions}.items():
             if path == REMOTE:
                 inputs.append([REMOTE, loaders])
