@@ -64,7 +64,7 @@ class SampleKeeping(KeepingSamples):
             if self.drew(store, draws):
                 return sample
             if not opened.doubt and not self.same_again(
-                store, number, sample, lambda: owner.dataset[index]
+                store, number, sample, opened, lambda: owner.dataset[index]
             ):
                 return sample
         inputs = self.inputs(store, opened)

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 
 import creel
 from creel.config import Config
+from creel.loader.client.client import Client
 from creel.loader.client.connections import client_of
 from testbed.train_on_nodes import NBYTES, say, train
 
@@ -47,9 +48,16 @@ def parts(folder: str, kind: str) -> list[tuple[Dataset[Any], range]]:
     return [*given, *given[: TASKS - len(given)]]
 
 
+def started() -> Client:
+    """Return the connection to this node's daemon, whose start may fail on busy cores at first."""
+    while (client := client_of(Config.load()[0])) is None:
+        time.sleep(0.1)
+    return client
+
+
 def join() -> None:
     """Wait until all nodes know each other."""
-    while (client := client_of(Config.load()[0])) is not None and not client.cluster:
+    while not started().cluster:
         time.sleep(0.01)
     dist.barrier()
 
@@ -59,6 +67,7 @@ def main(
 ) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
+    started()
     memory = creel.Rehearsal(each, budget=budget, every=8 if kind == "growing" else None)
     given = parts(folder, kind)
     for data, _ in given[:first]:
@@ -90,8 +99,7 @@ def main(
                 expected.update(random.Random(number).randbytes(NBYTES))
             say(epoch={"digest": digest.hexdigest(), "expected": expected.hexdigest()})
         memory.add(data)
-    client = client_of(Config.load()[0])
-    say(stats={} if client is None else client.ask("stats"))
+    say(stats=started().ask("stats"))
     sys.stdin.read()
 
 

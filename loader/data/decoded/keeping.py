@@ -23,6 +23,7 @@ from torch.utils.data import get_worker_info
 from creel.config import Config, switched_off
 from creel.errors import ConfigError
 from creel.loader.data.decoded.codec import UnkeptError, difference
+from creel.loader.data.decoded.held_files import HeldFiles
 from creel.loader.data.decoded.identity import key_of
 from creel.loader.data.decoded.limit import Decoded
 from creel.loader.data.decoded.rng_use import Draws
@@ -99,6 +100,7 @@ class Keeping:
         self._token = ""  # of the store, in `_stores`
         self._generators: list[Any] = []  # that the dataset holds, in the process
         self._sought_by = 0  # which has sought them
+        self._held = HeldFiles()
         self._drew = 0  # samples in a row during which something drew
         self._owner: weakref.ref[Any] | None = None
         self._readers: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that have begun
@@ -207,6 +209,7 @@ class Keeping:
             return
         try:
             now, attributes = self.identity(owner), snapshot(self.settings(owner))
+            self._held.begin(self.settings(owner))
             if self._fits(now):
                 names = changed(self._attributes, attributes)
                 if not names:
@@ -320,16 +323,33 @@ class Keeping:
         if opened.doubt:
             self._say(store, f"{opened.doubt} (unless loader.recheck is 'never')")
             return None
-        return opened.known(self.loaders, self.made_ns)
+        held = self._held.of(opened)
+        if held is None:
+            self._say(store, "it was read before, with an earlier sample")
+            return None
+        return opened.known(self.loaders, self.made_ns, held)
 
     def same_again(
-        self, store: DecodedStore, number: int, sample: Any, again: Callable[[], Any]
+        self,
+        store: DecodedStore,
+        number: int,
+        sample: Any,
+        opened: SampleInputs,
+        again: Callable[[], Any],
     ) -> bool:
-        """Whether a sample is the same when it is made again; a few are; says it if not."""
+        """Whether a sample is the same when it is made again; a few are; says it if not.
+
+        Within the record of what it has opened.
+        """
         try:
-            if not store.to_make_twice():
+            doubtful = self.recheck != "never" and self._held.is_doubtful(opened)
+            if not (store.to_make_twice() or doubtful):
                 return True
-            place = difference(sample, again())
+            before = opened.versions
+            with SampleInputs() as second:
+                place = difference(sample, again())
+            opened.doubt = opened.doubt or second.doubt
+            self._held.compare(before, second)
         except OSError:  # the lock is taken
             return True
         except Exception as e:  # noqa: BLE001  of the person's code

@@ -171,7 +171,9 @@ class _WatchedCall:
             if keeping.drew(self.store, draws):
                 return sample
             again = partial(self.decode, data)
-            if not (opened.doubt or keeping.same_again(self.store, self.number, sample, again)):
+            if not (
+                opened.doubt or keeping.same_again(self.store, self.number, sample, opened, again)
+            ):
                 return sample
         self.inputs = keeping.inputs(self.store, opened)
         return sample

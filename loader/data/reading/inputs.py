@@ -12,12 +12,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from creel.cache.storage.uris import is_local
-from creel.cache.storage.version import CHANGING, MISSING, of_stat
+from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
 from creel.loader.data.reading.read_counts import PartialRead, ThreadReads, os_stat
 from creel.loader.data.reading.this_thread import AT_CWD, Asked, ReadRecord, this_thread
 from creel.system.forks import at_fork
@@ -175,19 +175,28 @@ class SampleInputs:
 
     # --- and what is known of it afterwards -----------------------------------------------------
 
-    def known(self, loaders: int, made_ns: int) -> Inputs | None:
+    @property
+    def versions(self) -> dict[str, int]:
+        """What the sample has read so far, with versions; UNKNOWN where another process read it."""
+        elsewhere = [*self._served, REMOTE] if self._remote else self._served
+        return dict.fromkeys(elsewhere, UNKNOWN) | self._versions
+
+    def known(self, loaders: int, made_ns: int, held: Mapping[str, int]) -> Inputs | None:
         """Return the inputs of the finished sample; None if one may have changed meanwhile.
 
         Args:
             loaders: the version of remote files.
             made_ns: a time (`time.time_ns`) before the daemon has read any of the files.
+            held: what it depends on besides what it has read, as in `versions`.
         """
-        inputs = [[path, version] for path, version in self._versions.items()]
-        # The daemon has read these at some time since then: they must not have changed.
-        served = [path for path in self._served if path not in self._versions]
-        inputs += [[address, _version(address, made_ns)[0]] for address in served]
-        if self._remote:
-            inputs.append([REMOTE, loaders])
+        inputs: list[list[Any]] = []
+        for path, version in {**held, **self.versions}.items():
+            if path == REMOTE:
+                inputs.append([REMOTE, loaders])
+            elif version == UNKNOWN:  # the daemon has read it at some time since then
+                inputs.append([path, _version(path, made_ns)[0]])
+            else:
+                inputs.append([path, version])
         return inputs if are_current(inputs, loaders) else None
 
 

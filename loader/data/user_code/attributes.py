@@ -8,6 +8,8 @@ module, or of elsewhere, is not seen.
 from __future__ import annotations
 
 import functools
+import io
+import os
 import random
 from collections.abc import Iterator
 from enum import Enum
@@ -30,6 +32,7 @@ _FEW = 64
 _ENTRIES = 1 << 16
 _PLAIN = (bool, int, float, complex, str, bytes, PurePath, Enum, np.generic)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_LEAVES = (*_PLAIN, *_GENERATORS, np.ndarray, torch.Tensor, io.IOBase)
 _CODE = (type, FunctionType, BuiltinFunctionType)
 #: Texts up to this length are compared as they are.
 _LONG = 256
@@ -90,6 +93,18 @@ def generators(value: object) -> list[Any]:
     return [leaf for _, leaf in leaves if isinstance(leaf, _GENERATORS)]
 
 
+def open_files(value: object) -> list[str]:
+    """Return the paths of files that a dataset or callable holds open, or mapped."""
+    paths = []
+    for _, leaf in _inside("", value, _DEPTH, set()):
+        path = leaf.filename if isinstance(leaf, np.memmap) else None
+        if isinstance(leaf, io.IOBase) and not leaf.closed and leaf.readable():
+            path = getattr(leaf, "name", None)
+        if isinstance(path, (str, bytes, PurePath)):
+            paths.append(os.fsdecode(path))
+    return paths
+
+
 class _Listed:
     """A list or dict: its kind and length, and for a long one some of its entries."""
 
@@ -101,7 +116,7 @@ def _inside(
     name: str, value: Any, depth: int, seen: set[int], *, code: bool = False
 ) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of everything in a value that can be compared; `code`: functions, too."""
-    if value is None or isinstance(value, (*_PLAIN, *_GENERATORS, np.ndarray, torch.Tensor)):
+    if value is None or isinstance(value, _LEAVES):
         yield name, value
         return
     if not depth or id(value) in seen:
@@ -169,7 +184,7 @@ def _text(leaf: Any) -> str:
         part = leaf[:: _step(len(leaf))]
         data = part.encode(errors="backslashreplace") if isinstance(part, str) else part
         return f"# {type(leaf).__name__} {len(leaf)} {_digest(data)}"
-    return "" if isinstance(leaf, _GENERATORS) else f"{_SINGLE}{leaf!r}"
+    return "" if isinstance(leaf, (*_GENERATORS, io.IOBase)) else f"{_SINGLE}{leaf!r}"
 
 
 def _step(entries: int) -> int:

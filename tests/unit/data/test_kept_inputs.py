@@ -288,6 +288,84 @@ def test_what_decode_opens_itself_is_checked(tmp_path: Path) -> None:
     assert len(calls) == 3  # the first sample is made twice
 
 
+class Holding(Dataset[Any]):
+    """Each sample is a line of a table, and a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.table, self.folder = folder / "table", folder
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.line(index), (self.folder / f"{index}").read_bytes()
+
+    def line(self, index: int) -> Any:
+        raise NotImplementedError
+
+
+class WithHandle(Holding):
+    file: Any = None
+
+    def line(self, index: int) -> Any:
+        if self.file is None:
+            self.file = own_open(self.table, "rb", buffering=0)
+        self.file.seek(index)
+        return self.file.read(1)[0]
+
+
+class WithTable(Holding):
+    file: Any = None
+
+    def line(self, index: int) -> Any:
+        if self.file is None:
+            self.file = io.BytesIO(self.table.read_bytes())
+        return self.file.getvalue()[index]
+
+
+class WithHandleFromTheStart(WithHandle):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.file = own_open(self.table, "rb", buffering=0)
+
+
+class WithMappingFromTheStart(WithHandle):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.memory = np.memmap(self.table, np.uint8, "r")
+
+    def line(self, index: int) -> Any:
+        return int(self.memory[index])
+
+
+@pytest.mark.parametrize(
+    "kind", [WithHandle, WithTable, WithHandleFromTheStart, WithMappingFromTheStart]
+)
+def test_a_sample_depends_on_what_the_dataset_holds_of_an_earlier_one(
+    tmp_path: Path, kind: type[Any]
+) -> None:
+    """A handle, or what was parsed; the file is written in place."""
+    paths = [tmp_path / name for name in ("table", "0", "1", "2", "3")]
+    for path in paths:
+        path.write_bytes(b"abcd")
+    settle(*paths)
+    data = kind(tmp_path)
+    kept = creel.kept(data, "1MiB")
+    for table in (b"abcd", b"wxyz"):
+        with own_open(paths[0], "r+b") as file:
+            file.write(table)
+        settle(paths[0])
+        if kind is WithTable:
+            data.file = None  # as in the next worker
+        for _ in range(2):
+            assert [kept[i] for i in range(4)] == [(byte, b"abcd") for byte in table]
+        if table == b"abcd":
+            assert kept.keeping.store is not None
+            assert kept.keeping.store.kept == 4
+    if data.file is not None:
+        data.file.close()
+
+
 UNKNOWN: dict[str, Read] = {
     "program of a thread": threaded_program,
     "program": lambda path: subprocess.check_output(["cat", path]),
@@ -356,4 +434,4 @@ def test_an_import_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(tmp_path)
     with SampleInputs() as inputs:
         import imported_by_a_sample  # type: ignore[import-not-found]  # noqa: F401
-    assert inputs.known(0, 0) == []
+    assert inputs.known(0, 0, {}) == []
