@@ -2,7 +2,7 @@
 
 The loop sleeps in one epoll over control socket, request socket and wake-ups from other threads.
 With open sessions it also polls the shared words, after an eighth of the time since they last
-changed, between 1 and 80 ms: quick steps are seen at once, and an idle daemon costs nothing.
+changed, or that all readers need for what is ready, if that is longer; 1 ms at least, 80 at most.
 """
 
 from __future__ import annotations
