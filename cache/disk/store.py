@@ -84,7 +84,7 @@ class DiskStore:
 
     def _load(self) -> None:
         entries = self._journal.load()
-        self._serial = int(entries["serial"].max(initial=0))
+        self._serial = int(entries["serial"].max(initial=0))  # of the latest entry
         entries = intact(entries, self._file.nbytes // self.unit)
         #: Runs of datasets that are not attached, by the first half of their identity.
         self._idle: dict[int, Entries] = {}

@@ -94,7 +94,8 @@ class Source:
         self._stores = stores or Stores(
             self._settings, handed=grants is not None, requests=self.counters.requests
         )
-        self._told_refused: set[str] = set()
+        self._told_refused: set[str] = set()  # reasons that were logged
+        #: First row of each `manifest.access`.
         self._access_rows = [row for row, _ in manifest.access]
         self._single, self._whole = _single(manifest)
         self._one_a_file = bool(self._single.all())

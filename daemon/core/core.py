@@ -59,12 +59,12 @@ class Core:
         self._prefetcher = Prefetcher(self._admission, self._inflight, self._window)
         self._checks = Checks(self._inflight, self._emit)
         self._residencies = self._admission.residencies
-        self._readers: dict[str, DatasetReaders] = {}
+        self._readers: dict[str, DatasetReaders] = {}  # by dataset
         self._serving = Serving(self._admission, self._inflight, self._readers, self._emit)
         self._spilling = Spilling(self.disk, self._residencies, self._admission.fraction)
-        self._sessions: dict[int, RankStream] = {}
+        self._sessions: dict[int, RankStream] = {}  # by number
         self._past: Counter[str] = Counter()  # counters of removed datasets
-        self._out: list[events.Action] = []
+        self._out: list[events.Action] = []  # of the event at hand
         self.plans = ClusterPlans(self._residencies, self._readers, self._emit)
         self._landing = Landing(
             self._admission,
@@ -491,6 +491,10 @@ class Core:
         """Return whether `Progressed` with a client's words, whatever they say, would move any."""
         s = self._sessions.get(session)
         return s is not None and s.possible(done, wanted) != (s.cursors.done, s.cursors.wanted)
+
+    def lead_s(self) -> float:
+        """Return how long the session with the least to read is busy with it; 0 if unknown."""
+        return min((s.lead_s for s in self._sessions.values()), default=0.0)
 
     def busy(self, dataset: str) -> bool:
         """Return whether a dataset has readers, is being warmed, or has transfers in flight."""

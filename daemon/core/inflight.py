@@ -40,17 +40,17 @@ class InflightFetch:
     """
 
     residency: Residency
-    ids: Index
-    offset: Ints
-    length: Ints
-    due: int
-    begun: float
+    ids: Index  # (k,) objects
+    offset: Ints  # (k,) their places in the arena, or NOWHERE
+    length: Ints  # (k,) their bytes, or -1
+    due: int  # the step that needs them, on the policy's clock
+    begun: float  # monotonic seconds, as `deadline`
     nbytes: int
     expected: int
     generation: int  # see `Versions`
     deadline: float
     origin: int = SOURCE
-    cancelled: bool = False
+    cancelled: bool = False  # whether nobody needs them any more
 
     def only(self, which: Mask) -> InflightFetch:
         """Return the same fetch for a part of its objects; which: (k,)."""

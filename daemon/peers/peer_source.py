@@ -73,9 +73,9 @@ class PeerSource:
         self._dataset = dataset
         self._credentials = credentials
         self._failures = 0  # since the peer last answered
-        self._numbers = count(1)
-        self._idle: list[PeerLink] = []
-        self._busy: set[PeerLink] = set()
+        self._numbers = count(1)  # of requests
+        self._idle: list[PeerLink] = []  # connections without a request
+        self._busy: set[PeerLink] = set()  # those that wait for an answer
         self._closed = False
         self._lock = threading.Lock()
 

@@ -73,15 +73,15 @@ class ClusterService:
         call_soon: Callable[[Callable[[], None]], None],
         unreachable: Callable[[int], None],
     ) -> None:
-        self.node = secrets.token_hex(16)
-        self._born = time.time()
+        self.node = secrets.token_hex(16)  # this node's name for its peers
+        self._born = time.time()  # wall clock; members are told
         self._arena = arena
         self._core = core
         self._handle, self._call_soon, self._unreachable = handle, call_soon, unreachable
         self._encrypt = settings.encrypt
         self._server: PeerServer | None = None
         self._beats: Heartbeats | None = None
-        self._clusters: dict[str, Cluster] = {}
+        self._clusters: dict[str, Cluster] = {}  # by name
         #: By origin of a fetch: the peer, and this node's credentials for it.
         self._peers: dict[int, tuple[Member, Credentials]] = {}
         self._disk = 0, 1  # bytes and unit of the disk, as the other nodes know them

@@ -84,7 +84,7 @@ class Node:
         self.embedded, self.returns = embedded, returns
         #: How long it stays at least, embedded, for what was loaded ahead.
         self.linger_s = 0.0
-        self.started = time.monotonic()
+        self.started = time.monotonic()  # for `creel stats`
         self.bad_samples = BadSamples()
         self.ranks = stats.Ranks()
         self.loop, self._total = loop, memory.total

@@ -64,7 +64,7 @@ class DatasetRecord:
     manifest: Manifest
     source: Source
     table: LocationTable
-    table_fd: int
+    table_fd: int  # which its clients map
     record: int  # as in `LocationTable`
     tables_nbytes: int  # as the function `tables_nbytes` counts
     versions: Versions  # only the core writes it
@@ -148,7 +148,7 @@ class SessionRecord:
     dataset: DatasetRecord
     opened: Open
     words: SharedWords
-    words_fd: int
+    words_fd: int  # which its clients map
     epoch: int = -1  # epoch of the latest planned step
     ready: int = 0
     early: tuple[int, ...] = ()  # steps after READY that are ready before it

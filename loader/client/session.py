@@ -103,7 +103,7 @@ class Session:
         table: LocationTable,
         trainer: bool,
     ) -> None:
-        self.id = opened.session
+        self.id = opened.session  # the daemon's number for it
         self.words = words
         self.table = table
         self.client = client
@@ -113,7 +113,7 @@ class Session:
         self.lost = self.gone = self.truncating = False
         self._among: SampleObjects | None = None  # what the daemon knows of the samples
         self._epoch, self._sent = -1, 0  # epoch of the last plan; its objects sent so far
-        self._truncates = 0
+        self._truncates = 0  # that were sent; the daemon counts those it has done
         #: READY may mean the old plan for steps from here on, until all truncates are processed.
         self._void_from = _NEVER
         self._stale_beat = (0, 0)  # (beat, time when it was first seen stale)

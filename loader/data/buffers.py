@@ -58,6 +58,13 @@ def over(
     return tensor
 
 
+def over_array(array: NDArray[Any]) -> torch.Tensor:
+    """Return a tensor over a writable array, as `over`."""
+    tensor = torch.from_numpy(array)
+    cast(Any, tensor.untyped_storage()).buffer = array
+    return tensor
+
+
 class BufferPool:
     """Memory for batches, reused when the last tensor over it is gone. Thread-safe.
 
@@ -88,18 +95,17 @@ class BufferPool:
         buffer.back = free_list.back
         return buffer
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return a (nbytes,) uint8 tensor over a lease, or over torch's memory if mmap fails."""
-        if nbytes <= self._max_nbytes:
-            with suppress(OSError):
-                return over(self.lease(nbytes), nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    def __call__(self, nbytes: int) -> torch.Tensor:
+        """Return a (nbytes,) uint8 tensor over `array`."""
+        return over_array(self.array(nbytes))
 
     def array(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return a (nbytes,) array, as `take` does: a tenth of its time."""
+        """Return a (nbytes,) array over a lease, or over new memory if mmap fails."""
         if nbytes <= self._max_nbytes:
-            with suppress(OSError):
+            try:
                 return np.frombuffer(self.lease(nbytes), np.uint8, nbytes)
+            except OSError:
+                pass
         return np.empty(nbytes, np.uint8)
 
 

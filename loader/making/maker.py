@@ -205,14 +205,9 @@ class BatchMaker:
 
     def times(self, packed: int) -> BatchTimes:
         """Return the times of the last batch, or of one that raised; `packed`: when it was done."""
-        clock = self.clock
+        clock, collating = self.clock, self.clock.collating or packed
         return BatchTimes(
-            clock.began,
-            clock.ready,
-            clock.collating or packed,
-            packed,
-            self._direct_ns,
-            int(self._lost),
+            clock.began, clock.ready, collating, packed, self._direct_ns, int(self._lost)
         )
 
     def _wait_for(self, session: Session, step: int, ids: NDArray[np.int32]) -> bool:

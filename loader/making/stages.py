@@ -8,7 +8,8 @@ monotonic clock, which all processes of a node share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from creel.counters import CAUSES
 
@@ -29,7 +30,7 @@ BATCH_CAUSES = tuple(cause for cause in CAUSES if cause != "sampler")
 CAUSE_OF = {READING: "decode", SENDING: "collate", WAITING: "source", COLLATING: "collate"}
 
 
-class BatchTimes(NamedTuple):
+class BatchTimes(msgspec.Struct, frozen=True):
     """When a batch began, was ready to be read, began to collate, and was packed.
 
     Also the ns of direct reads during reading, and whether (0 or 1) the daemon was lost meanwhile.
@@ -81,9 +82,9 @@ def merged(parts: Sequence[BatchTimes]) -> BatchTimes:
     >>> merged([BatchTimes(1, 2, 5, 6), BatchTimes(2, 2, 9, 10)])
     BatchTimes(began=1, ready=2, collating=9, packed=10, direct_ns=0, lost=0)
     """
-    began, ready, *_ = map(min, zip(*parts, strict=True))
-    _, _, collating, packed, direct_ns, lost = map(max, zip(*parts, strict=True))
-    return BatchTimes(began, ready, collating, packed, direct_ns, lost)
+    rows = map(msgspec.structs.astuple, parts)
+    columns = list(zip(*rows, strict=True))
+    return BatchTimes(*map(min, columns[:2]), *map(max, columns[2:]))
 
 
 class StallWarning(UserWarning):

@@ -63,7 +63,7 @@ class ClusterEviction(PlannedEviction):
         self._next: Placed | None = None  # the plan of this epoch's end
         # The plan of the next epoch's end, made ahead: its first steps' objects must not leave.
         self._later: tuple[ClusterBoundary, Placed] | None = None
-        self._asking: ClusterBoundary | None = None
+        self._asking: ClusterBoundary | None = None  # the plan that is being made
         #: Whether this node does not know which node held what when this epoch began. It then
         #: reads from the source and asks a peer.
         self.astray = deals.view is not None and deals.view.again

@@ -48,7 +48,7 @@ class PlannedEviction(EvictionPolicy):
         self.uses = uses
         self.epoch = epoch  # the latest epoch in which an object was read
         self._stays: Mask | None = None  # the plan of this epoch's end
-        self._marks = np.zeros(len(state), np.uint8)
+        self._marks = np.zeros(len(state), np.uint8)  # (n,) bits of each object, as LISTED
         self._going: list[Ids] = []  # objects that may leave, the latest last
         self._surplus: list[Ids] = []  # held when the plan was made, but not part of it
         self._pending: EpochBoundary | None = None  # the task whose plan has not come yet

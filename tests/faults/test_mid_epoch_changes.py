@@ -143,7 +143,7 @@ def test_a_changed_order_gives_torchs_batches(
     if seed % 2:  # threads gather rows, and pause between looking them up and copying them
         monkeypatch.setattr("creel.loader.line.batches.places.INLINE_NBYTES", 0)
         monkeypatch.setattr(Outbox, "memory", dawdling(Outbox.memory))
-        monkeypatch.setattr(BufferPool, "take", dawdling(BufferPool.take))
+        monkeypatch.setattr(BufferPool, "array", dawdling(BufferPool.array))
     data = rows if kind == "rows" else creel.FileDataset(paths)
     next(iter(creel.DataLoader(creel.FileDataset(paths))))
     stop = threading.Event()

@@ -31,12 +31,12 @@ class Slot:
     `fd` is -1 for an inherited slot, which the trainer has already.
     """
 
-    id: int
-    fd: int
-    nbytes: int
+    id: int  # as the trainer and the worker number it
+    fd: int  # its memfd
+    nbytes: int  # of its memory
     once: bool
     mapping: mmap.mmap
-    address: int
+    address: int  # of the first byte, in this process
     untouched: bool = False  # whether its pages are missing in this process's page tables
     filled: int = 0  # bytes used by the current batch
     large: int = 0  # bytes of the large part of this batch that has it alone; 0: parts share it

@@ -38,16 +38,16 @@ class SlotWriter:
         """
         self._max_slots = max_slots
         self._ids = itertools.count(len(inherited))
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, Slot] = {}  # by id, those that this process maps
         for number, mapping in enumerate(inherited if max_slots else ()):
             slot = Slot(
                 number, -1, len(mapping), False, mapping, address_of(mapping), untouched=True
             )
             self._slots[number] = slot
         self._open: list[Slot] = []  # slots of the current batch
-        self._unsent: list[Slot] = []
+        self._unsent: list[Slot] = []  # whose descriptors the trainer lacks
         self._spent: list[Slot] = []  # one-offs that were handed over
-        self._retired: list[int] = []
+        self._retired: list[int] = []  # ids that were given up since the last batch
         #: Of recent batches: bytes in shared slots, then bytes in each other slot.
         self._batches: deque[list[int]] = deque(maxlen=_MEMORY)
         self._until_trim = _MEMORY

@@ -70,7 +70,7 @@ class Serving:
         self._residencies: Mapping[str, Residency] = admission.residencies
         self._readers = readers
         self._emit = emit
-        self._serving: dict[int, _PeerWait] = {}
+        self._serving: dict[int, _PeerWait] = {}  # requests by number, until the peer has the bytes
         self._waiting: list[_PeerWait] = []  # not answered yet, oldest first
         self._nbytes = 0  # bytes read from disk and not sent yet
         #: Requests that are not looked at yet, and the times of their answers at the latest.

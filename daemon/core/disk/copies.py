@@ -117,7 +117,7 @@ class DiskCopies:
     def __init__(self, residency: InMemory, tier: DiskTier) -> None:
         n = len(residency)
         self.state: NDArray[np.uint8] = np.broadcast_to(np.uint8(NOT_STORED), n)
-        self.objects = 0
+        self.objects = 0  # how many have a copy
         self.nbytes = 0  # bytes of rooms
         self.storing = 0  # number of objects being written
         self.hopeless = self.refused = False

@@ -91,14 +91,15 @@ class RankStream:
         self.cursors = Cursors()
         late = group.clock() > _LATE_STEPS
         self.shift = group.clock() if late else 0  # from the rank's steps to the group's
+        #: From the rank's epochs to the group's.
         self.epoch_shift = max(group.known(), 0) if late else 0
         self.pace = Pace(now)
         self.epoch = 0  # of the last step done, on the group's count
         self._deadline = 0.0  # of the latest fetch
         self.unplanned = True  # whether nothing is known beyond the published plan
         self.rehearsed: SampleObjects | None = None  # all it will read, if its job rehearses
-        self.stalls = 0
-        self.reads = dict.fromkeys(COUNTED, 0)
+        self.stalls = 0  # how often its reader waited for data
+        self.reads = dict.fromkeys(COUNTED, 0)  # of objects, as `COUNTED` names them
 
     @property
     def last_epoch(self) -> int:
@@ -128,6 +129,11 @@ class RankStream:
     def pinned(self) -> Ids:
         """Return (k,) the objects that this session has pinned; ids may repeat."""
         return self.stream.objects(self.cursors.at, self.cursors.front)
+
+    @property
+    def lead_s(self) -> float:
+        """Seconds, at the present pace, until its reader has done all steps that are ready."""
+        return (self.cursors.ready - self.cursors.done) * self.pace.step_s
 
     def needed_at(self, step: int, now: float) -> float:
         """Return the time at which `step` is needed, at the present pace."""

@@ -97,8 +97,8 @@ class ControlSocket:
         self._node = node
         self._epoll = epoll
         self._limit = limit
-        self._uid = os.getuid()
-        self._connections: dict[int, _Connection] = {}
+        self._uid = os.getuid()  # whose processes may connect
+        self._connections: dict[int, _Connection] = {}  # by descriptor
         self._by_token: dict[str, _Connection] = {}
         self.keep_alive = KeepAlive(epoll)
         self._journals = JointJournals()

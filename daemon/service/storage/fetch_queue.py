@@ -89,8 +89,8 @@ class FetchQueue:
         #: Deadline, order of arrival, job, and the first object of it that no thread has taken.
         self._heap: list[tuple[float, int, FetchJob, int]] = []
         self._waiting = 0  # objects in the heap
-        self._count = 0
-        self._idle = 0
+        self._count = 0  # of requests so far, which orders equal deadlines
+        self._idle = 0  # threads that wait for a request
         self._began: dict[int, float] = {}  # by thread that reads: when it began its part
         self._closed = False
         self._ready = threading.Condition()

@@ -93,13 +93,13 @@ class Fetcher:
         self._free_threads = threading.Semaphore(threads)
         self._threads = threads
         self._other = other
-        self._queues: dict[str, FetchQueue] = {}
+        self._queues: dict[str, FetchQueue] = {}  # by dataset
         self._other_queues: dict[tuple[str, int], FetchQueue] = {}  # by dataset and other origin
-        self._checks: dict[str, FetchQueue] = {}
+        self._checks: dict[str, FetchQueue] = {}  # the same, for versions
         self._held: dict[int, Held] = {}  # by fetch
         self._landed: Held = {}
         self._short = False  # whether the machine ran out of memory
-        self.recent: deque[FetchedPart] = deque(maxlen=_RECORDED)
+        self.recent: deque[FetchedPart] = deque(maxlen=_RECORDED)  # what was fetched last
         self._writing: set[int] = set()  # threads that may write to the arena now
         self.pending = 0  # unanswered fetches and checks; only the loop thread writes it
 

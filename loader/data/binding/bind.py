@@ -87,7 +87,7 @@ class Gather:
         Not for datasets with a function of each record: see `samples`.
 
         Args:
-            rows: (n * nbytes,) uint8, contiguous, aligned to the dtype's size: the objects of the
+            rows: n * nbytes of uint8, contiguous, aligned to the dtype's size: the objects of the
                 samples `indices`, one after the other (the order of `Binding.objects`).
             indices: (n,) numbers of the samples.
             memory: returns (nbytes,) uint8 for the converted batch.

@@ -65,7 +65,7 @@ class DaemonLink:
         self._object_nbytes = 0  # mean size of the objects last requested
         self._lock = threading.Lock()
         self._next = 0
-        self._open: set[int] = set()
+        self._open: set[int] = set()  # steps that are being read
         self._epoch = 0
         self._read = np.zeros(max(numbers_of(binding.dataset), 1), np.bool_)  # in this epoch
 

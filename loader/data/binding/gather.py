@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from creel.cache.memory.arena import Rows
-from creel.loader.data.buffers import BufferPool
+from creel.loader.data.buffers import BufferPool, over_array
 from creel.loader.data.datasets.base import Sample
 from creel.loader.data.datasets.batches import MAX_ROWS_NBYTES
 
@@ -46,7 +46,7 @@ class Gatherer:
         """Make a gatherer for one thread.
 
         Args:
-            memory: returns (nbytes,) uint8 to build a batch in.
+            memory: returns (nbytes,) uint8 to build a batch in; a pool's takes fewer calls.
             collate: default_collate, or what does the same; for samples that user code made.
         """
         self.gather = gather
@@ -59,13 +59,13 @@ class Gatherer:
         self._raw = memory
         self._collate = collate
         if self.per_sample:
-            pool = BufferPool(MAX_ROWS_NBYTES)
-            self._raw = lambda nbytes: torch.from_numpy(pool.array(nbytes))
+            self._raw = BufferPool(MAX_ROWS_NBYTES)
         elif gather.converts:
-            self._raw = BufferPool().take if gather.has_code else ReusedMemory().take
+            self._raw = BufferPool() if gather.has_code else ReusedMemory().take
+        self._pool = self._raw if isinstance(self._raw, BufferPool) else None
 
     def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:
-        """Return the bytes of these objects, (n * nbytes,) uint8; None if one is not in the arena.
+        """Return the bytes of these objects, (n, nbytes) uint8; None if one is not in the arena.
 
         None also for more than MAX_ROWS_NBYTES whose samples are transformed one by one.
 
@@ -83,8 +83,12 @@ class Gatherer:
         where = self._offset.rows(ids, nbytes)
         if where is None:
             return None
-        rows = self._raw(n * nbytes)
-        self._rows.copy_rows(where, rows.numpy().reshape(n, nbytes))
+        if self._pool is not None:
+            array = self._pool.array(n * nbytes).reshape(n, nbytes)
+            self._rows.copy_rows(where, array)
+            return over_array(array)
+        rows = self._raw(n * nbytes).view(n, nbytes)
+        self._rows.copy_rows(where, rows.numpy())
         return rows
 
     def decoded(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> Any:

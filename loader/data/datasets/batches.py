@@ -32,7 +32,7 @@ Memory = Callable[[int], torch.Tensor]
 def numbers(rows: torch.Tensor, n: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """View the uint8 bytes of n rows as (n, *shape); contiguous, aligned to the dtype's size."""
     typed = rows if dtype == torch.uint8 else rows.view(dtype)  # a view costs 1 us
-    return typed.view(n, *shape)
+    return typed if typed.shape == (n, *shape) else typed.view(n, *shape)
 
 
 def cast(batch: torch.Tensor, to: torch.dtype | None, memory: Memory | None = None) -> torch.Tensor:

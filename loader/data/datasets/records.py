@@ -122,6 +122,7 @@ class RecordDataset(Labelled):
             _range_of(p, header, size, offset, self.nbytes)
             for (p, header), size in zip(both, sizes, strict=True)
         ]
+        #: One past the last record of each run.
         self._ends = np.cumsum([run.count for run in self._runs])
         self._size = int(self._ends[-1])
         if not self._size:
@@ -189,11 +190,11 @@ class RecordDataset(Labelled):
         """Yield records in the dtype of samples; all have been read when this returns."""
         rows = self._pool().array(len(ids) * self.nbytes).reshape(-1, self.nbytes)
         take_rows(self, ids, rows, self._read_rows)
-        return rows_cast(rows, self.dtype, self.shape, self.to, self._pool().take)
+        return rows_cast(rows, self.dtype, self.shape, self.to, self._pool())
 
     def _numbers(self, ids: Ints) -> torch.Tensor:
         """Return records as (n, *shape) of the files' dtype, in memory of their own."""
-        rows = self._pool().take(len(ids) * self.nbytes)
+        rows = self._pool()(len(ids) * self.nbytes)
         take_rows(self, ids, rows.numpy().reshape(-1, self.nbytes), self._read_rows)
         return numbers(rows, len(ids), self.dtype, self.shape)
 

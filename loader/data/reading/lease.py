@@ -150,16 +150,17 @@ class Lease:
         #: By address, once they are asked for; see `_by_address`.
         self._numbers: dict[str, tuple[int, Files]] | None = None
         self._blocks: dict[str, tuple[FileInBlocks, Files]] = {}
+        #: Memory of the objects, by number, once asked for.
         self._pieces: Mapping[int, list[memoryview]] | None = None
-        self._outer: Lease | None = None
-        self.direct_reads = 0
+        self._outer: Lease | None = None  # the thread's lease before this one
+        self.direct_reads = 0  # of objects that were not in the arena
         self.direct_nbytes = 0
-        self.direct_ns = 0
+        self.direct_ns = 0  # how long these took
         self.use = NO_USE
         self.decoded_hits = self.decoded_misses = self.decodes = 0
         self.measured = 0, 0
-        self.at_end: Callable[[], None] | None = None
-        self.ended = False
+        self.at_end: Callable[[], None] | None = None  # called once the batch is read
+        self.ended = False  # whether its `with` is over
 
     def __enter__(self) -> Lease:
         if self._session is None:

@@ -95,7 +95,7 @@ class WrappedReads:
         _alive.add(self)
 
     def _clear_binding(self) -> None:
-        self._bound = False
+        self._bound = False  # whether `_binding` was looked for
         self._binding: Binding | None = None
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
         #: Whether this rank shall record together with others, once a daemon answers; when it asks
@@ -111,7 +111,7 @@ class WrappedReads:
         """Create the state that belongs to one process."""
         self._lock = threading.RLock()
         self._link: DaemonLink | None = None
-        self._not_before = 0.0
+        self._not_before = 0.0  # when to look for a daemon again (monotonic)
         self._bypass: Bypass | None = None  # made at the first recorded read
         self._to_meet, self._workers_journal = False, None  # a worker leaves that to its trainer
 

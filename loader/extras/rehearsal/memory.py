@@ -82,7 +82,7 @@ class Rehearsal:
         self._kept = Offered(nothing, nothing, np.empty(0, np.uint64))
         self._dataset = MemoryRows([], np.empty(0, np.int32), nothing)
         self._offered = 0  # samples
-        self._adds = 0
+        self._adds = 0  # tasks so far, which seed the draws
         self._ordered: bool | None = None
         self._awaited: Any = None  # what a loader reads while nothing was added
         self._warned = False

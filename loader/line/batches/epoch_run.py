@@ -71,10 +71,10 @@ class EpochRun:
         self.statistics = Statistics(state, self.overdue, reader)
         self.pages = MappedPages(state.config.window)
         self.order: EpochOrder | None = None
-        self.epoch = self.skipped = self.delivered = 0
+        self.epoch = self.skipped = self.delivered = 0  # `epoch` as in `Position`
         self.finished = self.paced = False
         self._slices = False  # whether the order yields arrays in place of lists of ints
-        self._seeds = state.args.seeds()
+        self._seeds = state.args.seeds()  # None: samples have torch's
 
     def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has made its draws, and replace its order."""

@@ -199,7 +199,7 @@ class Batches(Lender, BaseDataLoaderIter):
         if ready_batch.counts:
             self._meter.add(ready_batch.counts)
         run.deliver(self._rcvd_idx, ready_batch)
-        self._lent = ready_batch.lent
+        self._lent = ready_batch.lent  # kept until the next batch: see `Lender`
         return data
 
     def _lose(self, idx: int) -> None:

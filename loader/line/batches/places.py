@@ -27,6 +27,8 @@ from creel.policies.direct import DirectReads
 from creel.system.limits import cores
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.utils.data import DataLoader
 
     from creel.loader.client.session import Session
@@ -202,9 +204,8 @@ def maker_in_process(
     """
     binding = frozen or serving.binding
     dataset: Any = loader.dataset if binding is None else binding.dataset
-    memory = state.buffers.take
-    if pinning is not None and pinning.for_cuda():
-        memory = pinned
+    own_memory = pinning is not None and pinning.for_cuda()
+    memory: Callable[[int], torch.Tensor] = pinned if own_memory else state.buffers
     maker = BatchMaker(
         dataset,
         cast("Any", loader.collate_fn),

@@ -57,7 +57,7 @@ class LoaderState:
 
     def __init__(self, loader: DataLoader[Any], args: LoaderArgs) -> None:
         self.args = args
-        self.pid = os.getpid()
+        self.pid = os.getpid()  # a forked child makes a state of its own
         self._loader = weakref.ref(loader)
         self.config, self._origins = config_of(args.creel)
         lookup.use(self.config.fetch)
@@ -71,7 +71,7 @@ class LoaderState:
         self._stream: BatchStream | None = None  # a session without an iterator, for the next
         #: Of a dataset: its binding, and its parts that keep decoded samples.
         self._bound: tuple[object, Binding | None, list[Keeping]] = (None, None, [])
-        self._closed = False
+        self._closed = False  # no iterator leaves it a session any more
 
     def belongs_to(self, loader: object) -> bool:
         """Whether this is the state of the loader here: not of what it is a copy or a fork of."""

@@ -35,13 +35,14 @@ class Meter(dict[str, int]):
 
     def count_batch(self, times: BatchTimes, counts: Mapping[str, int]) -> None:
         """Count a batch that the trainer itself made, all of whose time it waited."""
-        reading = times.collating - times.ready
-        at_source = min(times.direct_ns, reading)
-        waited = times.ready - times.began
-        self["stall_source_ns"] += at_source if times.lost else at_source + waited
-        self["stall_daemon_ns"] += waited if times.lost else 0
-        self["stall_decode_ns"] += reading - at_source
-        self["stall_collate_ns"] += times.packed - times.collating
+        collating, ready = times.collating, times.ready
+        self["stall_collate_ns"] += times.packed - collating
+        if reading := collating - ready:  # else the rows of the arena are the batch
+            at_source = min(times.direct_ns, reading)
+            self["stall_source_ns"] += at_source
+            self["stall_decode_ns"] += reading - at_source
+        if waited := ready - times.began:
+            self["stall_daemon_ns" if times.lost else "stall_source_ns"] += waited
         if counts:
             self.add(counts)
 

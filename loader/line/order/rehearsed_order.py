@@ -311,7 +311,7 @@ class WithReplays(Derived):
             self.key = ("replays", new.key, division.size, replays.key)
 
     def dealt(self, division: Division) -> JobOrder | None:  # noqa: ARG002  it has its own
-        """Return the base class's; None also while the memory grows."""
+        """Return the job's order of the new samples, with its replays; None while memory grows."""
         order, replays = self._order.dealt(self._of_new), self._replays
         if order is None or replays.growth is not None:
             return None

@@ -100,8 +100,10 @@ class Replays:
         self.start, self.growth, self.steps = start, growth, _NO_STEP
         self.bare = 0 if passes.kept else _NO_STEP if growth is None else growth.every
         self.key = ("replays", passes, rank, start, first_row)
+        #: Of the latest pass: its number and permutation.
         self._drawn: dict[Passes, tuple[int, Permutation]] = {}
-        self._last: _Block | None = None
+        self._last: _Block | None = None  # the block that was asked for last
+        #: (first step, its rows).
         self._computed: tuple[int, Ints] = (0, np.empty((0, passes.each), np.int64))
 
     def rows(self, steps: Ints) -> Ints:

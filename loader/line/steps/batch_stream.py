@@ -51,6 +51,7 @@ class BatchStream:
     def __init__(self, session: Session, binding: Binding, name: str) -> None:
         self.session = session
         self.binding = binding
+        #: With which workers join the session.
         self.ticket: Ticket = (name, session.token, session.id)
         self._dealt = -1  # last epoch whose dealing the cluster knows
         # Whether the daemon should know, and knows, all that an extended order may read.
@@ -69,7 +70,7 @@ class BatchStream:
         self._upcoming: list[PublishedEpoch] = []  # the epochs after this one, in order
         self._next = 0  # first step that was not given out
         self._claimed: deque[tuple[int, Claim]] = deque()  # (batch, claim) if not yet arrived
-        self._counted_at = time.monotonic_ns()
+        self._counted_at = time.monotonic_ns()  # ns, when `count` was called last
         self._own_file = ""  # as the daemon knows it
 
     @property

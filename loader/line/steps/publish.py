@@ -248,7 +248,7 @@ class PlanPublisher:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._threadless = False  # no planner thread: the trainer publishes the whole plan
-        self._paused = False
+        self._paused = False  # for a fork, during which there is no thread
         self._drop()
 
     def pause(self) -> None:

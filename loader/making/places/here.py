@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from creel.loader.client.claim import DIRECT
 from creel.loader.making.places.made import Made
 from creel.loader.making.places.place import BatchPlace
@@ -81,7 +83,7 @@ class Here(BatchPlace):
         if self._waits is not None and maker.binding is not self._serving.binding:
             maker.bind(self._serving.binding, self._waits(self._serving.binding))
         if session is not claimed:  # replaced since: its steps are gone
-            task = task._replace(claim=DIRECT)
+            task = msgspec.structs.replace(task, claim=DIRECT)
         try:
             try:
                 data = self._make(task, session)

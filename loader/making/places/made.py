@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from creel.loader.making.stages import BatchTimes
 from creel.loader.making.transport.unpacking import discard, unpack
@@ -14,8 +16,7 @@ if TYPE_CHECKING:
     from creel.loader.making.transport.batch_message import Inbox
 
 
-@dataclass(eq=False)
-class Made:
+class Made(msgspec.Struct, eq=False):
     """A batch that was made.
 
     Attributes:
@@ -35,7 +36,7 @@ class Made:
     batch: int
     data: Any
     times: BatchTimes
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = {}
     inbox: Inbox | None = None
     lent: Sequence[object] = ()
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -269,6 +270,6 @@ def _cut(task: Task, count: int) -> list[tuple[object, ...]]:
     """Return the messages that ask for `count` parts of a batch, even in their number of rows."""
     ends = [len(task.index) * part // count for part in range(count + 1)]
     return [
-        task._replace(index=task.index[first:end], part=part, first=first).message()
+        msgspec.structs.replace(task, index=task.index[first:end], part=part, first=first).message()
         for part, (first, end) in enumerate(itertools.pairwise(ends))
     ]

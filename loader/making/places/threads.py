@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
 import torch
 
 from creel.loader.client.claim import DIRECT
@@ -111,7 +112,7 @@ def _make(asked: Asked, maker: BatchMaker, serving: Serves, pinning: Pinning | N
     worker, task, claimed, _ = asked
     session = serving.session
     if session is not claimed:  # replaced since: its steps are gone
-        task = task._replace(claim=DIRECT)
+        task = msgspec.structs.replace(task, claim=DIRECT)
     try:
         data, times, counts = maker.counted(task, session)
         if pinning is not None:

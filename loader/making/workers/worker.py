@@ -87,7 +87,7 @@ class WorkerArgs:
     collate_fn: Collate
     auto_collation: bool
     drop_last: bool
-    base_seed: int
+    base_seed: int  # of torch's iterator
     init_fn: Callable[[int], object] | None
     worker_id: int
     num_workers: int
@@ -95,7 +95,7 @@ class WorkerArgs:
     tolerance: Tolerance
     plain: bool  # a batch is default_collate of all its samples
     wait_s: float  # longest wait for the daemon
-    slots: int
+    slots: int  # most slots of one worker, see `loader.slots`
     stages: tuple[Stage, ...] = ()
     inherited: tuple[mmap.mmap, ...] = ()  # slots of the previous worker; only under fork
 
@@ -183,10 +183,10 @@ class _Worker:
         self._inlet = _Inlet(channel)
         self._outbox = Outbox(args.slots, args.inherited)
         self._outbox.poll = self._poll_ahead
-        self._session: Session | None = None
+        self._session: Session | None = None  # the trainer's, once joined
         self._client: Client | None = None
-        self._init_failure: ExceptionWrapper | None = None
-        self._cpu_ns = time.process_time_ns()
+        self._init_failure: ExceptionWrapper | None = None  # in place of each batch
+        self._cpu_ns = time.process_time_ns()  # up to the last batch
         self._obeyed = 0  # "again", "bind" and "join"
         self._kind = ""  # of a part's first sample
         (_, (words, *shared)) = self._inlet.get()

@@ -118,7 +118,7 @@ class Producer:
 
     def reset_for_process(self) -> None:
         """Leave what is not written to the parent; called in a forked child."""
-        self._count = 0
+        self._count = 0  # records of the chunk that is being filled
         self._chunks = None  # a thread that is not here may have been about to change it
         self._lock, self._entered = threading.RLock(), False
 
@@ -127,7 +127,7 @@ class Producer:
         self._rows = np.zeros(self._stream.about.records, self._stream.layout)
         self._columns = {n: Column(n, self._rows[n]) for n in self._rows.dtype.names or ()}
         self._count = 0
-        self._wrote_at = time.monotonic()
+        self._wrote_at = time.monotonic()  # when that chunk was begun
         self._lock, self._entered = threading.RLock(), False
         reset_in_child(self)
 

@@ -395,7 +395,7 @@ class Gate:
         monkeypatch.setattr(places, "INLINE_NBYTES", 0)  # threads gather even small batches
         monkeypatch.setattr(Gatherer, "rows", watched_rows)
         monkeypatch.setattr(Outbox, "memory", watched(Outbox.memory))
-        monkeypatch.setattr(BufferPool, "take", watched(BufferPool.take))
+        monkeypatch.setattr(BufferPool, "array", watched(BufferPool.array))
 
     def let_through(self) -> None:
         """Let the reader continue, if there is one, and wait until it has copied."""
@@ -480,8 +480,8 @@ def test_a_thread_that_hangs_up_costs_the_others_no_batch(
             write_over(tight, rows)
         return thing
 
-    take = BufferPool.take
-    monkeypatch.setattr(BufferPool, "take", lambda ring, nbytes: hear(take(ring, nbytes)))
+    array = BufferPool.array
+    monkeypatch.setattr(BufferPool, "array", lambda ring, nbytes: hear(array(ring, nbytes)))
     if kind == "rows":
         assert numbers(loader) == list(range(40))
     else:

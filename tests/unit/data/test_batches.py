@@ -46,7 +46,7 @@ def test_a_cast_of_a_batch_is_the_cast_of_each_record(dtype: torch.dtype, tmp_pa
         gather = None if binding is None else binding.gather()
         assert gather is not None
         raw = torch.from_numpy(bits)
-        batch = gather.collate(raw, indices, BufferPool().take)
+        batch = gather.collate(raw, indices, BufferPool())
         for rows_cast in ([data[i] for i in range(count)], many, batch):
             assert [row.dtype for row in rows_cast] == [to] * count
             assert [row.contiguous().view(torch.uint8).tolist() for row in rows_cast] == expected, (
@@ -202,12 +202,12 @@ def test_a_batch_transform_gives_a_row_for_each_sample(wrong: Any, tmp_path: Pat
     gather = None if binding is None else binding.gather()
     assert gather is not None
     with pytest.raises(ConfigError, match="batch_transform got 4 samples and gave"):
-        gather.collate(torch.zeros(64, dtype=torch.uint8), np.arange(4), BufferPool().take)
+        gather.collate(torch.zeros(64, dtype=torch.uint8), np.arange(4), BufferPool())
 
 
 def test_stacked_batches_have_memory_of_their_own() -> None:
     mine = torch.arange(12).view(4, 3)
-    batch = stacked((mine, mine, {"a": mine[:1].expand(4, 3)}), 4, BufferPool().take)
+    batch = stacked((mine, mine, {"a": mine[:1].expand(4, 3)}), 4, BufferPool())
     batch[0].zero_()
     batch[2]["a"][0].zero_()
     assert batch[1].tolist() == mine.tolist() == torch.arange(12).view(4, 3).tolist()
@@ -228,6 +228,6 @@ def test_a_large_batch_is_cast_by_the_row(size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rows = torch.randint(0, 256, (size, 4000), dtype=torch.uint8)
-        batch = stacked(rows.t().contiguous().t(), size, BufferPool().take)
+        batch = stacked(rows.t().contiguous().t(), size, BufferPool())
     assert batch.is_contiguous()
     assert batch.equal(rows)

@@ -19,28 +19,28 @@ from programs import Program
 
 def test_memory_comes_back_when_its_last_tensor_is_gone() -> None:
     ring = BufferPool()
-    batch = ring.take(10_000)
+    batch = ring(10_000)
     where = batch.data_ptr()
     view = batch.view(100, 100)[3:]
     del batch
-    other = ring.take(10_000)
+    other = ring(10_000)
     assert other.data_ptr() != where
     del view
-    assert ring.take(9_000).data_ptr() == where
+    assert ring(9_000).data_ptr() == where
 
 
 def test_a_view_of_a_tensor_that_was_shared_keeps_the_memory() -> None:
     ring = BufferPool()
-    tensor = ring.take(1 << 20).fill_(5)
+    tensor = ring(1 << 20).fill_(5)
     seen = tensor[9:].numpy()
     tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch's
     assert tensor.data_ptr() != seen.ctypes.data - 9
     del tensor
-    ring.take(1 << 20).fill_(6)
+    ring(1 << 20).fill_(6)
     assert (seen == 5).all()
     where = seen.ctypes.data - 9
     del seen
-    assert ring.take(1 << 20).data_ptr() == where
+    assert ring(1 << 20).data_ptr() == where
 
 
 def test_a_small_part_of_a_batch_leaves_the_large_memory_alone() -> None:
@@ -48,7 +48,7 @@ def test_a_small_part_of_a_batch_leaves_the_large_memory_alone() -> None:
     ring = BufferPool()
     places = []
     for _ in range(3):
-        batch = {"image": ring.take(1 << 20), "label": ring.take(256)}
+        batch = {"image": ring(1 << 20), "label": ring(256)}
         places.append([part.data_ptr() for part in batch.values()])
         del batch
     assert places[0] == places[1] == places[2]
@@ -56,10 +56,10 @@ def test_a_small_part_of_a_batch_leaves_the_large_memory_alone() -> None:
 
 def test_tensors_outlive_their_ring_and_its_size() -> None:
     ring = BufferPool()
-    small = ring.take(4096).fill_(1)
-    large = ring.take(4097).fill_(2)
+    small = ring(4096).fill_(1)
+    large = ring(4097).fill_(2)
     del small  # its pool is gone
-    assert ring.take(4096).fill_(3).sum() == 3 * 4096
+    assert ring(4096).fill_(3).sum() == 3 * 4096
     del ring
     assert large.sum() == 2 * 4097
 
@@ -112,7 +112,7 @@ def test_without_room_for_a_mapping_torch_gives_the_memory(
     ring = BufferPool()
     none = mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     monkeypatch.setattr(mmap, "mmap", none)
-    memory = ring.take(10_000)
+    memory = ring(10_000)
     assert memory.shape == (10_000,)
     assert memory.fill_(7).sum() == 70_000
 

@@ -36,7 +36,7 @@ def gathered(binding: Binding, indices: NDArray[np.int64]) -> Any:
     rows = np.empty((len(ids), gather.nbytes), np.uint8)
     for row, i in zip(rows, ids, strict=True):
         row[:] = np.frombuffer(source.read(int(i)), np.uint8)
-    return gather.collate(torch.from_numpy(rows.reshape(-1)), indices, BufferPool().take)
+    return gather.collate(torch.from_numpy(rows.reshape(-1)), indices, BufferPool())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from creel.cache.memory.memfd import sealed_memfd
@@ -38,7 +39,9 @@ def test_a_wait_is_divided_as_if_each_nanosecond_had_been_watched(seed: int) -> 
     times = BatchTimes(began, ready, collating, packed, lost=lost)
     assert list(divide(times, since, until)) == watched
     direct = rng.randrange(60)
-    source, decode, collate, daemon = divide(times._replace(direct_ns=direct), since, until)
+    source, decode, collate, daemon = divide(
+        msgspec.structs.replace(times, direct_ns=direct), since, until
+    )
     assert min(source, decode) >= 0
     assert [source + decode, collate, daemon] == [
         watched[0] + watched[1],
