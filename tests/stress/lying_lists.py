@@ -76,7 +76,7 @@ FORMS: dict[str, Callable[[list[str]], Any]] = {
 LIES = ("none", "permuted", "some", "long", "short", "late", "alias", "link", "gone", "hidden")
 
 
-def _told(lie: str, paths: list[str], folder: str, rng: random.Random) -> list[str]:
+def _listed_paths(lie: str, paths: list[str], folder: str, rng: random.Random) -> list[str]:
     """Return what a list says in place of the paths that samples read."""
     some = rng.sample(range(len(paths)), rng.randrange(1, 20))
     if lie == "permuted":
@@ -109,7 +109,7 @@ class Lying(Dataset[Any]):
             order = [i // 2 for i in order]
         self.order = torch.tensor(order)  # of no class in which lists are looked for
         listed = [paths[i] for i in order]
-        listed = _told(self.lie, listed, folder, rng)
+        listed = _listed_paths(self.lie, listed, folder, rng)
         self.links = self.lie == "link" and rng.random() < 0.5  # samples read through it, too
         self.held = None if self.lie == "hidden" else FORMS[form](listed)
 
