@@ -148,6 +148,11 @@ class DirectReads:
         self._own_ns = 0.0  # per read of the last batch; 0 if its reads had to wait
         self._vain_left = 0
 
+    @property
+    def supposes(self) -> bool:
+        """Whether a quick source is only supposed: the daemon may read many neighbours at once."""
+        return not self._own_ns
+
     def wait_s(self, reads: int, nbytes: int, object_ns: int) -> float:
         """Return how many seconds to wait for a batch that is not ready before reading it directly.
 

@@ -141,6 +141,11 @@ def safe_tensor(data: Samples, i: int) -> Any:
         return {name: file.get_tensor(name) for name in file.keys()}["x"]  # noqa: SIM118  no dict
 
 
+def tensor_slice(data: Samples, i: int) -> Any:
+    with library("safetensors").safe_open(f"{data.folder}/{i}", framework="numpy") as file:
+        return file.get_slice("x")[1000:3000]
+
+
 def volumes(folder: str) -> None:
     nibabel = library("nibabel")
     for i in range(N):
@@ -200,6 +205,15 @@ def parquet_by_fsspec(data: Samples, i: int) -> Any:
         return library("pyarrow.parquet").ParquetFile(opened).read_row_group(i)["x"].to_numpy()
 
 
+def tables(folder: str) -> None:
+    for i in range(N):
+        library("pandas").DataFrame({"x": row(i)}).to_parquet(f"{folder}/{i}")
+
+
+def table_by_fsspec(data: Samples, i: int) -> Any:
+    return library("pandas").read_parquet(f"creel::file://{data.folder}/{i}")["x"].to_numpy()
+
+
 def zarr_by_fsspec(data: Samples, i: int) -> Any:
     zarr = library("zarr")
     return data.kept(lambda path: zarr.open(f"creel::file://{path}", mode="r"))[int(i)]
@@ -213,12 +227,14 @@ LAYOUTS = {
     "soundfile": Layout(sounds, sound),
     "safetensors, load_file": Layout(tensors, tensor),
     "safetensors, safe_open": Layout(tensors, safe_tensor),
+    "safetensors, get_slice": Layout(tensors, tensor_slice),
     "safetensors, safe_open kept": Layout(model, model_kept),
     "nibabel": Layout(volumes, volume),
     "a pool of threads": Layout(raw, in_a_pool),
     "creel::, kept open": Layout(raw, by_fsspec),
     "creel::, h5py": Layout(hdf5, hdf5_by_fsspec),
     "creel::, pyarrow": Layout(parquet, parquet_by_fsspec),
+    "creel::, pandas": Layout(tables, table_by_fsspec),
     "creel::, zarr": Layout(sharded, zarr_by_fsspec),
 }
 
@@ -239,7 +255,7 @@ def test_a_library_reads_from_the_source_what_torch_does_and_then_nothing(
     spec = "creel.loader.data.files.chained.CreelFileSystem"  # by an entry point (test_wheel.py)
     library("fsspec").register_implementation("creel", spec, clobber=True)
     LAYOUTS[name].write(str(Path(source.mountpoint).parent / "data"))
-    batches, reads = [], []
+    batches, reads, opens = [], [], []
     for kind in (DataLoader, creel.DataLoader):
         dataset: Any = Samples(source.mountpoint, LAYOUTS[name].read)
         order = torch.Generator().manual_seed(5)
@@ -253,6 +269,7 @@ def test_a_library_reads_from_the_source_what_torch_does_and_then_nothing(
             source.reset()  # type: ignore[no-untyped-call]
             samples += list(loader)
             reads.append(source.totals()["reads"])  # type: ignore[no-untyped-call]
+            opens.append(source.totals()["opens"])  # type: ignore[no-untyped-call]
         batches.append(samples)
     assert same(batches[0], batches[1])
     # A file that decord, in C, has opened is read once more to fill the cache: at times at once. Of
@@ -260,3 +277,4 @@ def test_a_library_reads_from_the_source_what_torch_does_and_then_nothing(
     most = {"decord": 2 * reads[0], "safetensors, safe_open kept": N + 2}
     assert reads[4] <= most.get(name, reads[0])
     assert reads[6:] == [0, 0]
+    assert opens[6:] == [0, 0] or not name.startswith("creel::")

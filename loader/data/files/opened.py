@@ -122,13 +122,17 @@ def open_served(path: str, buffering: int = -1) -> IO[bytes] | None:
     return cast("IO[bytes]", observed_file(io.BufferedReader(raw, size), path, buffering=buffering))
 
 
-def open_in_blocks(address: str, name: Any = None, buffering: int = -1) -> Any:
+def open_in_blocks(
+    address: str, name: Any = None, buffering: int = -1, *, whole: bool = False
+) -> Any:
     """Return a file of which blocks are in the cache, not opened at the source yet; else None.
 
-    `name`, `buffering`: as given to `open`.
+    `name`, `buffering`: as given to `open`. `whole`: also a file that is there as one object.
     """
     lease = reader()[0]
-    if lease is None or not lease.in_blocks(address):
+    if lease is None or not lease.serves:
+        return None
+    if not lease.in_blocks(address) and not (whole and lease.find(address) is not None):
         return None
     try:
         descriptor = Descriptor(os_open(address, os.O_PATH | os.O_CLOEXEC))
@@ -142,7 +146,8 @@ def open_in_blocks(address: str, name: Any = None, buffering: int = -1) -> Any:
 
 def open_blocks(address: str) -> Any:
     """Open a file that is read in blocks, whoever opens it, for samples that read it later."""
-    return open_in_blocks(address) or taken_over(python_open(address, "rb"), address, -1)
+    held_file = open_in_blocks(address, whole=True)
+    return held_file or taken_over(python_open(address, "rb"), address, -1)
 
 
 def observed_file(real: Any, address: str, *, buffering: int = -1) -> Any:

@@ -265,10 +265,14 @@ _IN_MEMORY = "\1creel"
 #: HDF5 refuses a name under which it could open a file, so names are longer than any path.
 _LONGER = 4200
 _opens = itertools.count()
+#: Arguments that size the cache of chunks, in HDF5's order, and others that change nothing of how
+#: a file is read: `swmr` and `locking` concern writers, whose writes give a file another version.
+_CHUNK_CACHE = ("rdcc_nslots", "rdcc_nbytes", "rdcc_w0")
+_OF_READING = {"mode", "libver", "swmr", "locking", "track_order", *_CHUNK_CACHE}
 
 
 def hdf5(original: Call) -> Call:
-    """Replace h5py.File.__init__ for a path that is opened for reading without other options.
+    """Replace h5py.File.__init__ for a path that is opened for reading with usual options.
 
     HDF5 reads a served file through a file object (an image in HDF5's own memory takes twice as
     long: 0.9 ms for 150 KB in place of 0.45, 2026-11-28). Its name begins with the path, because
@@ -282,7 +286,8 @@ def hdf5(original: Call) -> Call:
             announce(name)
         address = local_address(name) if this_thread.intercepts else None
         reads = (args[0] if args else more.get("mode", "r")) == "r"
-        if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:
+        unusual = {key for key, value in more.items() if value is not None} - _OF_READING
+        if address is None or not reads or len(args) > 1 or unusual:
             original(self, name, *args, **more)
             return
         data, stat = copy_at(address, bytes), None
@@ -293,7 +298,7 @@ def hdf5(original: Call) -> Call:
             # HDF5 itself reads a file in the page cache sooner.
             by_itself = small or (stat is not None and in_page_cache([address]))
             file = None if by_itself else open_served(address)
-        opened = None if file is None else _opened(file, name)
+        opened = None if file is None else _opened(file, name, more)
         if opened is not None:
             original(self, opened)
             return
@@ -303,13 +308,16 @@ def hdf5(original: Call) -> Call:
     return opening
 
 
-def _opened(file: Any, path: Any) -> Any:
-    """Open a file object in HDF5; None if it is no HDF5 file."""
+def _opened(file: Any, path: Any, options: dict[str, Any]) -> Any:
+    """Open a file object in HDF5; None if it is no HDF5 file, or one with such options."""
     h5py = sys.modules["h5py"]
     name = f"{os.fsdecode(path)}{_IN_MEMORY}{next(_opens)}".ljust(_LONGER, "\1")
     with suppress(Exception):  # reading the file itself then shows the error
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
         access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
+        first, *sizes = access.get_cache()
+        given = [options.get(key) for key in _CHUNK_CACHE]
+        access.set_cache(first, *(b if a is None else a for a, b in zip(given, sizes, strict=True)))
         access.set_fileobj_driver(h5py.h5fd.fileobj_driver, file)
         _leave_file_objects()
         return h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, fapl=access)

@@ -1,7 +1,8 @@
 """safetensors.safe_open of a file that the cache serves; the library itself maps a path, in Rust.
 
 A tensor becomes a file of its own in memory, which the library reads: the header says where it
-lies. Slices, and several tensors at once, it takes from the real file, as without creel.
+lies. Slices of large ones, and several tensors at once, it takes from the real file, as without
+creel.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from creel.loader.data.interception.libraries import file_of
 Call = Callable[..., Any]
 _LENGTH = struct.Struct("<Q")
 _AROUND_NBYTES = 128 << 10
+#: A larger tensor is not read whole for a slice of it.
+_SLICED_NBYTES = 1 << 20
 
 
 def safe_open(original: Call) -> Call:
@@ -78,14 +81,18 @@ class TensorFile:
             os.close(fd)
 
     def get_tensor(self, name: str) -> Any:
-        about = self._at.get(name)
-        if about is None:
+        if name not in self._at:
             return self._header.get_tensor(name)  # raises
+        return self._alone(name).get_tensor(name)
+
+    def _alone(self, name: str) -> Any:
+        """Return a file in memory that has just this tensor."""
+        about = self._at[name]
         start, stop = about["data_offsets"]
         data = self._read(self._begin + start, self._begin + stop)
         head = json.dumps({name: {**about, "data_offsets": [0, len(data)]}}).encode()
         head += b" " * (-len(head) % _LENGTH.size)
-        return self._open(memory_file(_LENGTH.pack(len(head)) + head + data)).get_tensor(name)
+        return self._open(memory_file(_LENGTH.pack(len(head)) + head + data))
 
     def _real(self) -> Any:
         if self._mapped is None:
@@ -93,7 +100,9 @@ class TensorFile:
         return self._mapped
 
     def get_slice(self, name: str) -> Any:
-        return self._real().get_slice(name)
+        start, stop = self._at.get(name, {}).get("data_offsets", (0, _SLICED_NBYTES + 1))
+        small = stop - start <= _SLICED_NBYTES
+        return (self._alone(name) if small else self._real()).get_slice(name)
 
     def get_tensors(self, *args: Any, **more: Any) -> Any:
         return self._real().get_tensors(*args, **more)

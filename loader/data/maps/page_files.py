@@ -9,9 +9,10 @@ import stat
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from creel.cache.memory.memfd import Descriptor, mapped
 from creel.loader.data.maps.mappings import MappedRange
@@ -23,7 +24,9 @@ from creel.system import limits
 BLOCK_NBYTES = 1 << 17
 #: Descriptors that are open at once, if there are so many.
 _MAX_FILES = 256
-#: What is read is written here by all threads, and read by none.
+#: `madvise` of Linux 5.14 and later, which Python does not name: fault pages in, and wait.
+_POPULATE_READ = 22
+#: Of older ones, what is read is written here by all threads, and read by none.
 _scratch = bytearray(BLOCK_NBYTES)
 
 
@@ -85,9 +88,10 @@ class PageFiles:
 
     def read(self, block: FileBlock) -> None:
         """Wait until memory has a block."""
+        file, at = self._file(block.path), block.number * BLOCK_NBYTES
         with suppress(OSError):
-            file = self._file(block.path)
-            os.preadv(file.number, [_scratch], block.number * BLOCK_NBYTES)
+            if not file.populated(at, min(BLOCK_NBYTES, file.nbytes - at)):
+                os.preadv(file.number, [_scratch], at)
 
     def resident(self, part: MappedRange) -> bool:
         """Whether memory has the first and the last byte.
@@ -128,6 +132,7 @@ class _PageFile:
         self.number = -1 if self._own is None else self._own.fd  # of the descriptor
         self.nbytes = 0 if self._status is None else self._status.st_size
         self.asked = np.zeros(-(-self.nbytes // BLOCK_NBYTES), np.uint32)
+        self._memory: NDArray[np.uint8] | None = None
 
     def is_still(self) -> bool:
         """Whether its path stands for this file, of this size."""
@@ -143,12 +148,34 @@ class _PageFile:
         except OSError:  # a file system that does not say: the kernel does, to whom may write
             if not (os.access(self.path, os.W_OK) or os.fstat(self.number).st_uid == os.geteuid()):
                 raise
-            page = at - at % mmap.PAGESIZE
-            memory = mapped(self.number, mmap.PAGESIZE, mmap.PROT_READ, offset=page)
-            address = ctypes.c_void_p(int(np.frombuffer(memory, np.uint8).ctypes.data))
             there = ctypes.c_ubyte(1)
-            ctypes.CDLL(None).mincore(address, ctypes.c_size_t(1), ctypes.byref(there))
+            if self._of_mapping("mincore", at - at % mmap.PAGESIZE, 1, ctypes.byref(there)):
+                raise
             return bool(there.value & 1)
+
+    def populated(self, at: int, nbytes: int) -> bool:
+        """Wait until memory has these bytes; False if this kernel cannot.
+
+        Of a file without a page cache (direct I/O) only faults leave pages for who maps it.
+        """
+        if self._of_mapping("madvise", at, nbytes, _POPULATE_READ):
+            return False
+        self._of_mapping("madvise", at, nbytes, mmap.MADV_DONTNEED)  # not this process's memory
+        return True
+
+    def _of_mapping(self, name: str, at: int, nbytes: int, argument: Any) -> int:
+        """Return what a function of libc returns for a part of a mapping of the file; -1 if none.
+
+        The mapping is one and stays: with each new one, FUSE drops the pages of such a file.
+        """
+        if self._memory is None and self.nbytes and limits.may_map(self.nbytes):
+            with suppress(OSError, ValueError):
+                memory = mapped(self.number, self.nbytes, mmap.PROT_READ)
+                self._memory = np.frombuffer(memory, np.uint8)
+        if self._memory is None:
+            return -1
+        address = ctypes.c_void_p(int(self._memory.ctypes.data) + at)
+        return int(getattr(ctypes.CDLL(None), name)(address, ctypes.c_size_t(nbytes), argument))
 
 
 def _opened(path: str) -> tuple[Descriptor | None, os.stat_result | None]:

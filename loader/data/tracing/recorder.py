@@ -66,7 +66,7 @@ BatchReads = list[list[Asked]]
 #: The first epoch is over when no sample was new for 1/16 of the number recorded.
 _END_SHARE = 16
 #: Larger datasets must declare their objects.
-_MAX_SAMPLES = 10_000_000
+MAX_SAMPLES = 10_000_000
 #: Recording ends at this many bytes of journal. A sample that reads one file takes some 110.
 MAX_JOURNAL_NBYTES = 1 << 29
 
@@ -430,6 +430,6 @@ def recordable(dataset: Dataset[Sample]) -> bool:
     """Whether the reads of each sample can be told apart, and the samples are not too many."""
     serve_torchvision()  # torchvision's folders may be inside
     try:
-        return by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
+        return by_sample(dataset) and len(dataset) <= MAX_SAMPLES  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001  a user's __len__ may raise anything
         return False

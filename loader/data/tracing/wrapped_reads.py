@@ -25,7 +25,7 @@ from torch.utils.data import get_worker_info
 from creel.addresses import startable
 from creel.config import Config, switched_off
 from creel.errors import UnavailableError
-from creel.loader.client.cluster.ranks import on_one_node, rank_and_world
+from creel.loader.client.cluster.ranks import on_one_node, rank_and_world, speaks
 from creel.loader.client.connections import RETRY_S, daemon_starting
 from creel.loader.data.binding.bind import Binding, bind, bound
 from creel.loader.data.binding.daemon_link import DaemonLink, daemon_not_worth_it, linked, starting
@@ -42,9 +42,15 @@ from creel.loader.data.tracing.journal import (
     ListedFiles,
     TraceJournal,
 )
-from creel.loader.data.tracing.lists.file_lists import FileList, Paths, listed, paths_in
+from creel.loader.data.tracing.lists.file_lists import (
+    LONGEST_LIST,
+    FileList,
+    Paths,
+    listed,
+    paths_in,
+)
 from creel.loader.data.tracing.lists.hypothesis import Hypothesis
-from creel.loader.data.tracing.recorder import AccessRecorder, recordable
+from creel.loader.data.tracing.recorder import MAX_SAMPLES, AccessRecorder, recordable
 from creel.loader.data.tracing.recording import RanksJournal, journal_of_ranks, recorder_on
 from creel.loader.data.tracing.trace import AccessTrace
 from creel.policies.direct import Bypass
@@ -343,6 +349,8 @@ class WrappedReads:
 
         None if the reads of single samples cannot be told apart.
         """
+        if get_worker_info() is None and speaks():
+            _tell_of_size(self.dataset)
         if not recordable(self.dataset):
             return None
         place, self._place = self._place, None
@@ -420,6 +428,17 @@ class WrappedReads:
 def _intercepted(fetch: Callable[[Dataset[Sample]], T], dataset: Dataset[Sample]) -> T:
     with Intercepted():
         return fetch(dataset)
+
+
+def _tell_of_size(dataset: Dataset[Sample]) -> None:
+    """Say in one line what is not done for datasets of very many samples."""
+    size = 0
+    with suppress(Exception):  # a user's __len__ may raise anything
+        size = len(dataset)  # type: ignore[arg-type]  # as above
+    if size > MAX_SAMPLES:
+        _log.warning("%d samples are too many for creel.wrap: nothing is cached", size)
+    elif size > LONGEST_LIST:
+        _log.info("%d samples are too many to read ahead in the first epoch", size)
 
 
 def _none_answers(recorder: AccessRecorder, config: Config) -> bool:

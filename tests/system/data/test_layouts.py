@@ -327,6 +327,14 @@ class Layout(NamedTuple):
 arrays = each(lambda path, x: x.tofile(path))
 LAYOUTS = {
     "HDF5, kept open": Layout(hdf5, lambda d, i: d.kept(library("h5py").File)["x"][i]),
+    "HDF5, kept open, with options": Layout(
+        hdf5,
+        lambda d, i: d.kept(
+            lambda path: library("h5py").File(
+                path, "r", driver=None, libver="latest", swmr=True, rdcc_nbytes=1 << 16
+            )
+        )["x"][i],
+    ),
     "HDF5, opened per sample": Layout(hdf5, hdf5_sample),
     "HDF5, over open()": Layout(hdf5, hdf5_over_open),
     "HDF5, a file per sample": Layout(each(hdf5_file), hdf5_whole),

@@ -35,8 +35,9 @@ from creel.system import limits
 from creel.system.limits import MemoryLimits
 from kit import descriptors, until
 from programs import Program
-from testbed.pages import check_read_ahead, shuffled, slow_pages
+from testbed.pages import all_read, check_read_ahead, shuffled, slow_pages
 from testbed.same import needs_fuse, same
+from testbed.slowfs import SlowFS
 from testbed.tokens import write_tokens
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
@@ -139,6 +140,26 @@ def test_pages_are_there_before_a_sample_is_read(
         assert slow.totals()["reads"] == reads
         del batches
     assert same(batches_read, expected)
+
+
+@needs_fuse
+def test_later_epochs_read_nothing_of_a_file_system_without_a_page_cache(
+    source: Path, tmp_path: Path
+) -> None:
+    """Mapped pages stay also there; what is read otherwise leaves none, and a mapping drops all."""
+    fs: Any = SlowFS(str(source.parent), str(tmp_path / "mount"), read_latency=1.0)  # type: ignore[no-untyped-call]
+    with fs:
+        loader = creel.DataLoader(Mapped(f"{fs.mountpoint}/rows"), 2)
+        reads = []
+        for _ in range(3):
+            batches = iter(loader)
+            batches_read = [next(batches)]
+            until(all_read)
+            batches_read += batches
+            assert same(batches_read, list(DataLoader(Mapped(source), 2)))
+            reads.append(fs.totals()["reads"])
+        assert reads[1] == reads[2]
+        del loader, batches
 
 
 def _memmap(folder: Path) -> Any:

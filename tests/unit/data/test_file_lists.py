@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from torch.utils.data import Dataset, Subset, random_split
 
+from creel.loader.data.tracing import wrapped_reads
 from creel.loader.data.tracing.lists import file_lists
 from creel.loader.data.tracing.lists.file_lists import FileList, listed, paths_in, solved
 from creel.loader.data.tracing.lists.hypothesis import Hypothesis
+from creel.loader.data.tracing.wrapped_reads import WrappedReads
 
 N = 24
 
@@ -62,9 +64,26 @@ def test_a_list_that_is_longer_than_a_first_batch_may_wait_is_left_to_recording(
 ) -> None:
     dataset = Held(lambda held, i: [held.paths[i]], paths=files)
     assert before(dataset) is not None
-    monkeypatch.setattr(file_lists, "_MOST", N - 1)
+    monkeypatch.setattr(file_lists, "LONGEST_LIST", N - 1)
     assert before(dataset) is None
     assert after(dataset, dataset.opened) is None
+
+
+@pytest.mark.parametrize(("limit", "line"), [("LONGEST_LIST", "ahead"), ("MAX_SAMPLES", "cached")])
+def test_a_dataset_of_very_many_samples_says_so_in_one_line(
+    files: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limit: str,
+    line: str,
+) -> None:
+    monkeypatch.setattr(wrapped_reads, limit, N - 1)
+    caplog.set_level("INFO", "creel.loader")
+    reads = WrappedReads(Held(lambda d, i: [d.paths[i]], paths=files))
+    reads.trace()
+    reads.trace()
+    (record,) = caplog.records
+    assert line in record.message
 
 
 def test_a_file_of_a_list_costs_few_calls() -> None:

@@ -32,7 +32,7 @@ from creel.loader.data.files.opened import cacheable, local_address
 _VALUES, _DEPTH = 20_000, 5
 #: Longer lists are left to recording: a file takes some 3 us and 400 bytes before the first batch
 #: (200,000 files, busy cores, 2026-11-28).
-_MOST = 1 << 21
+LONGEST_LIST = 1 << 21
 #: Lists and dicts of more entries are not looked into, and entries of one row.
 _FEW, _IN_ROW = 100, 32
 #: Columns that are compared with the addresses of samples, and other tables that these lead to.
@@ -236,7 +236,7 @@ def _below(dataset: Any) -> tuple[object, Any]:
 
 
 def _candidates(dataset: object, size: int) -> Iterator[ListedColumn]:
-    if size > _MOST:
+    if size > LONGEST_LIST:
         return
     inner, place = _below(dataset)
     if place is None:
