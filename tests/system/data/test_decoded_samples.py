@@ -348,7 +348,7 @@ def test_where_memory_is_short_it_has_no_file_of_a_sample_that_is_kept(
         connections.disconnect(daemon_name)
     assert stats["tiers"]["memory"]["evictions"]["decoded"] > 0
     reads = int(stats["sources"][0]["reads"]) + ours.stats()["direct_reads"]
-    assert reads <= N + 12, "hardly one each; if memory has files of kept ones, 70"
+    assert reads <= 2 * N, "31 where cores are idle; if memory has files of kept ones, 70"
 
 
 @needs_fuse
