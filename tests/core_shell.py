@@ -41,6 +41,7 @@ from creel.daemon.core.events import (
     Spilled,
     SpillObjects,
 )
+from creel.daemon.core.readers.twin import Twin
 from creel.daemon.core.versions import Versions
 from creel.messages import Open
 from creel.policies.prefetch import Window
@@ -160,10 +161,11 @@ class CoreShell:
         rank: int = 0,
         world: int = 1,
         recheck: Any = "never",
+        twin: Twin | None = None,
     ) -> None:
         """Open a session; see `SessionOpened`."""
         self.ready[session], self.steps[session] = SetReady(session, 0, 0), 0
-        self.feed(SessionOpened(session, Open(name, job, rank, world, recheck)))
+        self.feed(SessionOpened(session, Open(name, job, rank, world, recheck), twin))
 
     def tell(
         self,

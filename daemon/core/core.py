@@ -235,6 +235,7 @@ class Core:
             raise IllegalEventError(f"session {e.session} of {dataset!r} cannot open")
         self._keep_apart(dataset)
         joined = self._readers[dataset].join(e.session, e.asked, now, self._generation())
+        joined.twin = e.twin
         self._sessions[e.session] = joined
         self._set_reaches()
 
@@ -420,6 +421,9 @@ class Core:
                 uses.drop_before(first)
                 s.group.deals.drop_before(first)
                 residency.policy.epoch_began(uses, epoch)
+            # Where all files fit they stay: another job may come for them.
+            if s.twin is not None and self._admission.missing(residency):
+                self._readers_of(s).give_up_decoded(ids)
             residency.release(ids)
         stream.drop_before(done)
 

@@ -9,6 +9,7 @@ import msgspec
 from creel.cache.memory.pools.allocator import Lengths
 from creel.cache.memory.pools.offsets import Places
 from creel.cache.memory.pools.runs import Runs
+from creel.daemon.core.readers.twin import Twin
 from creel.daemon.core.versions import Versions
 from creel.messages import Begin, Close, Open, Truncate
 from creel.policies.arrays import Floats, Ids, Ints, Mask
@@ -61,10 +62,11 @@ class DatasetGrew(BaseEvent, frozen=True):
 
 
 class SessionOpened(BaseEvent, frozen=True):
-    """A session begins, as a client has asked for it."""
+    """A session begins, as a client has asked for it; `twin`: what it keeps decoded."""
 
     session: int
     asked: Open
+    twin: Twin | None = None
 
 
 class PlanExtended(BaseEvent, frozen=True):

@@ -21,9 +21,9 @@ What may never happen.
 * A reader waits for a room that only its own progress would free: then the objects without room
   fail, and it reads them directly (`_with_room`).
 
-Of the states of objects this module sets SKIPPED and OVERDUE (`overtaken`), and FAILED where there
-is no room (`_with_room`). `Inflight.start` sets FETCHING, `Landing` what becomes of that,
-`Residency.evict` ABSENT.
+Of the states of objects this module sets SKIPPED (`overtaken`, `_without_decoded`), OVERDUE
+(`overtaken`), and FAILED where there is no room (`_with_room`). `Inflight.start` sets FETCHING,
+`Landing` what becomes of that, `Residency.evict` ABSENT.
 """
 
 from __future__ import annotations
@@ -203,8 +203,10 @@ class Prefetcher:
         distinct = s.group.uses.distinct(epoch)
         state = residency.state[ids]
         absent = (state <= FAILED).nonzero()[0]
+        decoded = absent[:0]
         if len(absent):
             absent = self._to_fetch(residency, ids, state, absent, distinct=distinct)
+            absent, decoded = self._without_decoded(s, ids, absent)
             taken = self._first_portion(s, absent, stop)
             ids, state, absent = ids[:taken], state[:taken], absent[absent < taken]
         residency.pin(ids, distinct=distinct)
@@ -217,6 +219,9 @@ class Prefetcher:
                 residency.unpin(ids[taken:], distinct=distinct)
                 residency.release(ids[taken:])
         s.cursors.pinned(start + taken, lacks=taken < len(ids) and s.id in self.stuck)
+        if len(decoded):  # these are no reads of files
+            state = np.delete(state, decoded[decoded < taken])
+            taken -= int(np.count_nonzero(decoded < taken))
         s.count(state[:taken], len(absent))
         self.advance_ready(s)
         return taken > 0
@@ -264,6 +269,18 @@ class Prefetcher:
         if some(wanted[1:] == wanted[:-1]):
             absent = absent[np.sort(np.unique(ids[absent], return_index=True)[1])]
         return absent
+
+    @staticmethod
+    def _without_decoded(s: RankStream, ids: Index, absent: Index) -> tuple[Index, Index]:
+        """Leave to the reader what it keeps decoded; return the positions of others, and of these.
+
+        In a cluster other nodes may ask this one for the object, whatever its own readers keep.
+        """
+        if s.twin is None or s.group.deals.view is not None:
+            return absent, absent[:0]
+        has = s.twin.has(ids[absent])
+        s.residency.move(ids[absent[has]], SKIPPED)
+        return absent[~has], absent[has]
 
     def _fetch(self, s: RankStream, ids: Index, now: float, *, urgent: bool) -> int:
         """Fetch objects as far as possible; return how many of the first ones are settled.

@@ -137,7 +137,10 @@ class Residency:
         self._known_nbytes = lengths.nbytes
         #: Counters since the start, by name.
         self.counts = dict.fromkeys((*COUNTED, *_COUNTED), 0)
-        why = ("due_later", "other_dataset", "dropped", "stalled", "changed", "on_disk", "returned")
+        why = (
+            *("due_later", "other_dataset", "dropped", "stalled"),
+            *("changed", "on_disk", "returned", "decoded"),
+        )
         #: Objects that left, by reason.
         self.evicted = dict.fromkeys(why, 0)
         #: How many objects are in memory.

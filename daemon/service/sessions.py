@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK, mapped
 from creel.cache.memory.shared_words import KNOWN, OBJECT_NS
 from creel.daemon.core import events
+from creel.daemon.core.readers.twin import Twin
 from creel.daemon.reporting.runs import Runs
 from creel.daemon.service import stats
 from creel.daemon.service.cluster_service import ClusterService
@@ -55,8 +59,8 @@ class Sessions:
         self._shell, self._clusters, self._fetcher = shell, clusters, fetcher
         self._loop, self._count, self._returns = loop, count, returns
 
-    def open(self, token: str, request: Open) -> SessionRecord:
-        """Open a session.
+    def open(self, token: str, request: Open, fds: Sequence[int] = ()) -> SessionRecord:
+        """Open a session; `fds`: descriptors that came with the request.
 
         Raises:
             UnavailableError: the daemon is draining, memory is short, or from `Registry.open`.
@@ -70,7 +74,8 @@ class Sessions:
             )
         alone = not self._registry.sessions
         session = self._registry.open(token, request)
-        if not self._shell.handle(events.SessionOpened(session.id, request)):
+        twin = twin_of(request, fds, len(session.dataset.manifest))
+        if not self._shell.handle(events.SessionOpened(session.id, request, twin)):
             raise UnavailableError("this daemon cannot open another session")
         owner = request.job or self._loop.pids().get(token, 0)
         self.runs.opened(owner, time.monotonic(), self._count, alone=alone)
@@ -200,6 +205,25 @@ def lose(registry: Registry, ranks: stats.Ranks, number: int) -> None:
         ranks.add_closed(session)
         session.unready(0)
         registry.remove(session)
+
+
+def twin_of(request: Open, fds: Sequence[int], objects: int) -> Twin | None:
+    """Map what a client keeps decoded of a dataset of `objects`; None if that cannot be used.
+
+    It must not be able to shrink, as a read beyond its end would kill this process.
+    """
+    parts = []
+    for part, fd in zip(request.decoded, fds, strict=False):
+        if not (0 <= part.first < part.first + part.objects <= objects and part.at >= 0):
+            return None
+        try:
+            if not fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK:
+                return None
+            memory = mapped(fd, 8 * part.objects, mmap.PROT_READ, offset=part.at)
+        except (OSError, ValueError):  # no memfd, or no addresses left
+            return None
+        parts.append((part.first, np.frombuffer(memory, np.int64)))
+    return Twin(parts) if parts else None
 
 
 def _replays(message: Deal) -> JobReplays | None:

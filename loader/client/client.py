@@ -21,7 +21,8 @@ import threading
 import time
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from numpy.typing import NDArray
 
@@ -58,6 +59,10 @@ _REPLY_TIMEOUT_S = 10.0  # a reply takes well below 10 ms; the daemon may be sta
 #: Longest time that a fork waits for the daemon's answer, and how long later ones do not wait.
 _PING_S, _UNPAUSED_S = 0.5, 30.0
 _REGISTER_TIMEOUT_S = 120.0  # checking a manifest of 10 million files takes seconds
+
+
+#: Objects that are kept decoded, and the memfd that has their words.
+Decoded: TypeAlias = Sequence[tuple[messages.DecodedWords, Descriptor]]
 
 
 class Client:
@@ -214,7 +219,14 @@ class Client:
             self._granted[manifest.key] = grants
 
     def open_manifest(
-        self, manifest: Manifest, job: str, rank: int, world: int, *, recheck: str
+        self,
+        manifest: Manifest,
+        job: str,
+        rank: int,
+        world: int,
+        *,
+        recheck: str,
+        decoded: Decoded = (),
     ) -> Session:
         """Open a session over a dataset; register the dataset only if the daemon does not have it.
 
@@ -225,8 +237,8 @@ class Client:
         """
         with contextlib.suppress(UnavailableError):
             self.renew(manifest)
-            return self.open(manifest.key, job, rank, world, recheck)
-        return self.open(self.register(manifest), job, rank, world, recheck)
+            return self.open(manifest.key, job, rank, world, recheck, decoded)
+        return self.open(self.register(manifest), job, rank, world, recheck, decoded)
 
     def open(
         self,
@@ -235,14 +247,17 @@ class Client:
         rank: int,
         world: int,
         recheck: str,
+        decoded: Decoded = (),
     ) -> Session:
         """Open a session over a registered dataset; see `messages.Open`.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        request = messages.Open(dataset, job, rank, world, cast(Any, recheck))
-        reply, fds = self._call(request, messages.Opened)
+        decoded = decoded[: messages.MAX_FDS]
+        words = [words for words, _ in decoded]
+        request = messages.Open(dataset, job, rank, world, cast(Any, recheck), words)
+        reply, fds = self._call(request, messages.Opened, tuple(own.fd for _, own in decoded))
         return self._session(reply, fds, trainer=True)
 
     def attach(self, session_id: int) -> Session:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from creel.cache.storage.manifest import Manifest
 from creel.config import Config
 from creel.errors import UnavailableError
-from creel.loader.client.client import Client
+from creel.loader.client.client import Client, Decoded
 from creel.loader.client.embed import (
     OTHER_START_S,
     DaemonStart,
@@ -134,19 +134,20 @@ def open_session(
     *,
     recheck: str,
     trainer_pid: int = 0,
+    decoded: Decoded = (),
 ) -> Session | None:
     """Open a session with this node's daemon; None, after one warning, on failure.
 
     Args:
         origins: the origin of each setting; a trainer warns of those that the daemon lacks.
-        job, rank, world, recheck: see `messages.Open`.
+        job, rank, world, recheck, decoded: see `messages.Open`.
         trainer_pid: see `Client.connect`; 0: this process is the trainer.
     """
     client = client_of(config, trainer_pid=trainer_pid)
     if client is None:
         return None
     try:
-        session = client.open_manifest(manifest, job, rank, world, recheck=recheck)
+        session = client.open_manifest(manifest, job, rank, world, recheck=recheck, decoded=decoded)
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no memory for a mapping
         why = str(e)  # the text alone, as in `connect_or_start`
         # Closed by the trainer's thread: nothing is read any more.

@@ -142,12 +142,23 @@ class Attach(Message, frozen=True):
     session: int
 
 
+class DecodedWords(msgspec.Struct, frozen=True, array_like=True):
+    """Which objects are kept decoded: of `objects` from `first` on, by words from byte `at` on."""
+
+    first: int
+    objects: int
+    at: int
+
+
 class Open(Message, frozen=True):
     """Open a session: one stream of batches that one rank reads from one dataset.
 
     `recheck` says when the versions of resident files are checked again. "open": now. "epoch": now
     and, for local files, after each `Begin`, before any step of that epoch is ready. "step": after
     each `Extend`, for clients that cannot tell where an epoch begins. "never": not at all.
+
+    `decoded`: where the client keeps objects decoded. The k-th descriptor is a memfd with an int64
+    for each of them, not 0 if it is there.
     """
 
     dataset: str
@@ -155,6 +166,7 @@ class Open(Message, frozen=True):
     rank: int
     world: int
     recheck: Literal["epoch", "open", "step", "never"]
+    decoded: list[DecodedWords] = []
 
 
 class Close(Message, frozen=True):

@@ -12,7 +12,7 @@ from creel.daemon.core.readers.planned_job import PlannedJob, clocks
 from creel.daemon.core.readers.sessions import JobGroup, RankStream
 from creel.daemon.core.residency import ONE, Residency
 from creel.messages import Open
-from creel.policies.arrays import Mask
+from creel.policies.arrays import Index, Mask, some, unique
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.first_readers import FirstReaders
 from creel.policies.cluster.homes import Homes, memory_of
@@ -20,7 +20,7 @@ from creel.policies.cluster.job_order import JobOrder, SampleObjects
 from creel.policies.cluster.jobs import DealtJob
 from creel.policies.cluster.scheme import scheme_of
 from creel.policies.eviction.context import PlanningTask
-from creel.policies.eviction.policy import NoEviction
+from creel.policies.eviction.policy import RESIDENT, STORED, NoEviction
 from creel.policies.next_use import NextUses
 from creel.policies.policy_for import Readers, policy_for
 from creel.policies.prefetch import Window
@@ -70,6 +70,24 @@ class DatasetReaders:
 
     def _count(self) -> None:
         self._residency.sessions = sum(len(g.sessions) for g in self.groups)
+
+    def give_up_decoded(self, ids: Index) -> None:
+        """Evict those of these objects that all readers have decoded: one form of each in a node.
+
+        Not for other nodes, whose plans may name this one; nor what the disk is still to get.
+        """
+        residency, twins = self._residency, [s.twin for s in self.sessions]
+        if any(g.deals.view is not None for g in self.groups):
+            return
+        leaving = (residency.state[ids] == RESIDENT) & (residency.pins[ids] == 0)
+        if residency.disk.column is not None:
+            leaving &= residency.disk.state[ids] == STORED
+        for twin in twins:
+            if twin is None:
+                return
+            leaving &= twin.has(ids)
+        if some(leaving):
+            residency.evict(unique(ids[leaving]), "decoded")
 
     def choose_policy(self) -> None:
         """Choose the eviction policy for the present plans; keep the current one if it suits."""

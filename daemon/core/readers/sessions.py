@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.daemon.core.readers.cursors import Cursors
+from creel.daemon.core.readers.twin import Twin
 from creel.daemon.core.residency import COUNTED, Residency
 from creel.messages import Open
 from creel.policies.arrays import Ids, Index, Mask
@@ -98,6 +99,7 @@ class RankStream:
         self._deadline = 0.0  # of the latest fetch
         self.unplanned = True  # whether nothing is known beyond the published plan
         self.rehearsed: SampleObjects | None = None  # all it will read, if its job rehearses
+        self.twin: Twin | None = None  # what it keeps decoded
         self.stalls = 0  # how often its reader waited for data
         self.reads = dict.fromkeys(COUNTED, 0)  # of objects, as `COUNTED` names them
 

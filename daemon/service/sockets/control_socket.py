@@ -105,7 +105,6 @@ class ControlSocket:
         #: How requests without descriptors are answered, from the client's token and the request.
         self._answers: dict[type, Callable[[str, Any], Answer]] = {
             Attach: lambda token, asked: _opened(node.registry.owned(token, asked.session)),
-            Open: lambda token, asked: _opened(node.sessions.open(token, asked)),
             Host: lambda _, asked: Answer(Hosting(node.clusters.host(asked.host, asked.port))),
             Join: lambda token, asked: Answer(Joined(node.clusters.join(token, asked))),
         }
@@ -264,6 +263,9 @@ class ControlSocket:
             raise UnavailableError(f"a {connection.role} must not send this request")
         elif isinstance(request, (Register, Renew)):
             self._register(connection, request, fds)
+        elif isinstance(request, Open):
+            session = self._node.sessions.open(connection.token, request, fds)
+            self._send(connection, _opened(session))
         elif answer := self._answers.get(type(request)):
             self._send(connection, answer(connection.token, request))
         elif isinstance(request, OfferJournal):

@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from creel.cache.memory.memfd import Descriptor
 from creel.cache.storage.manifest import Manifest
 from creel.loader.data.binding.adapters import Addressed, Declared
 from creel.loader.data.binding.tree import Tree, TreeNode, bindable, kept_on_top
@@ -32,6 +33,7 @@ from creel.loader.data.page_cache import in_page_cache
 from creel.loader.data.reading.lease import Lease
 from creel.loader.data.rehearsed import numbers_of
 from creel.loader.data.user_code.protected import length
+from creel.messages import DecodedWords
 from creel.policies.arrays import Ids, Ints
 from creel.policies.cluster.job_order import JobOrder, SampleObjects
 
@@ -252,6 +254,23 @@ class Binding:
             if len(own) and (store is None or not store.has_all(own)):
                 return False
         return True
+
+    def kept_objects(self) -> list[tuple[DecodedWords, Descriptor]]:
+        """Return which objects the daemon need not bring while they are in memory decoded.
+
+        Only those that nothing else reads, as far as creel's own code says; and of remote files
+        only those of a dataset's first loader, as others decode them again.
+        """
+        out = []
+        for leaf, first in zip(self.leaves, self._firsts, strict=True):
+            own = type(leaf).__module__.startswith("creel.") and self._firsts.count(first) == 1
+            keeping = leaf.keeping if own else None
+            words = None if keeping is None or keeping.store is None else keeping.store.index_words
+            if keeping is None or words is None:
+                continue
+            if keeping.loaders == 1 or not leaf.manifest.remote.any():
+                out.append((DecodedWords(first, leaf.object_count, words[1]), words[0]))
+        return out
 
     def reading(self, session: Session, step: int, ids: NDArray[np.integer], stamp: int) -> Lease:
         """Return a lease: inside its `with`, this thread's reads of a step's objects are copies.

@@ -310,7 +310,14 @@ def open_batch_stream(
     rank, world = rank_and_world()
     recheck = config.loader.recheck
     session = open_session(
-        binding.manifest, config, origins, job_name(), rank, world, recheck=recheck
+        binding.manifest,
+        config,
+        origins,
+        job_name(),
+        rank,
+        world,
+        recheck=recheck,
+        decoded=binding.kept_objects(),
     )
     if session is None:
         return None

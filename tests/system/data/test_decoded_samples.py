@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker
 
 import creel
 from creel.cache.storage.stores.store import version_at
+from creel.loader.client import connections
 from creel.loader.data.datasets import Transformed
 from daemons import Running
 from kit import until
@@ -336,6 +337,27 @@ def test_ranks_whose_globals_make_their_samples_differ_get_their_own(
         return True
 
     assert ranks(read, tmp_path) == [True, True]
+
+
+def test_where_memory_is_short_it_has_no_file_of_a_sample_that_is_kept(
+    tmp_path: Path, log: Path, daemon_name: str
+) -> None:
+    """Law L1 for the files of the others: they all find room."""
+    for i in range(N):
+        (tmp_path / f"{i:02}.bin").write_bytes(np.random.default_rng(i).bytes(60_000))
+    paths = [str(tmp_path / f"{i:02}.bin") for i in range(N)]
+    until(lambda: version_at(paths[-1]) > 0)
+    with Running(daemon_name, memory="1MiB") as daemon:
+        dataset = by_dataset(paths, log, 4096 + N * 8 + 16 * 241_000)
+        options = {"loader.direct": "never", "loader.embed": False}
+        ours, theirs = loaders(dataset, paths, log, num_workers=0, creel=options)
+        check_epochs(ours, theirs, 5)
+        with daemon.client("cli") as client:
+            stats = client.ask("stats")
+        connections.disconnect(daemon_name)
+    assert stats["tiers"]["memory"]["evictions"]["decoded"] > 0
+    reads = int(stats["sources"][0]["reads"]) + ours.stats()["direct_reads"]
+    assert reads <= 2 * N, "31 where cores are idle; if memory has files of kept ones, 70"
 
 
 @needs_fuse

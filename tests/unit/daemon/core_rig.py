@@ -35,6 +35,7 @@ from creel.daemon.core.events import (
     Spilled,
     SpillObjects,
 )
+from creel.daemon.core.readers.twin import Twin
 from creel.daemon.core.versions import Versions
 from creel.messages import Close, Truncate
 from creel.policies.prefetch import Window
@@ -120,9 +121,10 @@ class Rig(CoreShell):
         rank: int = 0,
         world: int = 1,
         recheck: str = "never",
+        twin: Twin | None = None,
     ) -> None:
         self.readers[session] = Reader(name)
-        super().open(session, name, job, rank, world, recheck)
+        super().open(session, name, job, rank, world, recheck, twin)
 
     def extend(
         self, session: int, epoch: int, steps: list[list[int]], *, unplanned: bool = False

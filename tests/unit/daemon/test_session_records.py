@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from creel.cache.memory import shared_words
-from creel.cache.memory.memfd import sealed_memfd
+from creel.cache.memory.memfd import memfd, sealed_memfd
 from creel.cache.memory.shared_words import (
     READY,
     REVOKED,
@@ -19,10 +21,12 @@ from creel.cache.memory.shared_words import (
 )
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
+from creel.daemon.core.readers.twin import Twin
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
+from creel.daemon.service.sessions import twin_of
 from creel.errors import UnavailableError
 from creel.loader.client.session import Session
-from creel.messages import Open
+from creel.messages import DecodedWords, Open
 from kit import descriptors
 
 pytestmark = pytest.mark.timeout(120)
@@ -99,3 +103,25 @@ def test_each_shared_word_has_a_number_of_its_own() -> None:
     numbers += shared_words.COUNTER.values()
     assert len(set(numbers)) == len(numbers)
     assert max(numbers) < shared_words.WORDS_NBYTES / 8
+
+
+def test_what_a_client_keeps_decoded_is_mapped_only_where_it_cannot_kill_the_daemon() -> None:
+    sealed, loose = sealed_memfd("twin", 8192), memfd("twin")
+    os.ftruncate(loose, 8192)
+    os.pwrite(sealed, (64).to_bytes(8, "little"), 4096 + 8)
+
+    def twin(fd: int, first: int, objects: int, at: int) -> Twin | None:
+        part = DecodedWords(first, objects, at)
+        return twin_of(Open("d", "j", 0, 1, "never", [part]), [fd], 10)
+
+    try:
+        mapped_words = twin(sealed, 2, 3, 4096)
+        assert mapped_words is not None
+        assert mapped_words.has(np.arange(10)).nonzero()[0].tolist() == [3]
+        hostile = [(2, 9, 4096), (-1, 3, 4096), (0, 0, 4096), (0, 3, 8192), (0, 3, 8), (0, 3, -8)]
+        assert [twin(sealed, *part) for part in hostile] == [None] * len(hostile)
+        assert twin(loose, 2, 3, 4096) is None, "its client could shrink it"
+        assert twin_of(Open("d", "j", 0, 1, "never"), [], 10) is None
+    finally:
+        os.close(sealed)
+        os.close(loose)

@@ -51,6 +51,12 @@ def maker(kind: str, folder: Path) -> Make:
     return lambda limit=None, samples=N: DecodedStore.of_process(samples, limit)
 
 
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep on writing to a disk that a busy machine makes slow."""
+    monkeypatch.setattr(named_store, "_SLOW_NS", 1 << 60)
+
+
 @pytest.fixture(params=["of process", "alone"])
 def in_memory(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     return maker(request.param, tmp_path)
@@ -346,7 +352,6 @@ def test_where_a_quarter_finds_room_the_slowest_are_kept(
     """What is left of the decoding; .75 if those were kept that come first."""
     n, nbytes = 2000, 960  # and a header
     monkeypatch.setattr(store_module, "_LOOK_NBYTES", 16 * 1024)
-    monkeypatch.setattr(named_store, "_SLOW_NS", 1 << 60)  # a busy machine is slow
     ns = np.random.default_rng(3).lognormal(np.log(30_000), spread, n)
     store = make(n * 1024 // 4, n)
     for number in range(n):
@@ -362,7 +367,6 @@ def test_a_part_of_the_dataset_is_kept_whole_from_the_second_epoch_on(
     """Nobody knows in the first one that no others will be read."""
     n = 400
     monkeypatch.setattr(store_module, "_LOOK_NBYTES", 16 * 1024)
-    monkeypatch.setattr(named_store, "_SLOW_NS", 1 << 60)  # a busy machine is slow
     store = make(n * 1024 // 2, n)
     ns = np.random.default_rng(3).lognormal(np.log(30_000), 1.0, n)
     for epoch in range(2):

@@ -80,6 +80,10 @@ class NamedStore(DecodedStore):
         make = partial(NamedStore, file=self.file, opener=self.opener, looks=self.looks)
         return make, (self.own, self.samples, self.limit)
 
+    @property
+    def index_words(self) -> None:
+        return None
+
     def _open_words(self) -> tuple[Words, Words]:
         return _FileWords(self.own, 0), _FileWords(self.own, WORDS_NBYTES)
 

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.memfd import mapped
+from creel.cache.memory.memfd import Descriptor, mapped
 from creel.loader.data.decoded.codec import decode, encode
 from creel.loader.data.decoded.stores.memory import (
     DECODED,
@@ -190,6 +190,11 @@ class DecodedStore:
         if now is None and self.mine:
             now, self._counter = counter, weakref.ref(counter)
         return now is counter
+
+    @property
+    def index_words(self) -> tuple[Descriptor, int] | None:
+        """The memfd of the index, and its first byte there; None: it lies in a file."""
+        return self.own.descriptor, self.own.first + WORDS_NBYTES
 
     @property
     def complete(self) -> bool:
