@@ -101,7 +101,8 @@ stress: $(STAMP)
 	@$(BIN)/python examples/continual.py --check
 	@$(BIN)/python examples/gray_scott.py --check
 	@cd tests && "$(abspath $(VENV))/bin/python" -m stress.chaos --kills 160
-	@SEEDS=20 $(PYTEST) -q tests/unit tests/parity/test_parity.py
+	@SEEDS=20 $(PYTEST) -q tests/unit tests/sim tests/parity $(patsubst %,tests/system/%.py, \
+	    data/test_listed_files storage/test_decoded_changes storage/test_store_requests)
 
 # FRAMEWORKS=required: one that cannot be imported is an error here, elsewhere its tests are skipped.
 frameworks: $(FRAMEWORKS_STAMP)

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
+from inspect import signature
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -70,8 +71,9 @@ if TYPE_CHECKING:
 
 T_co = TypeVar("T_co", covariant=True)
 
-#: torch >= 2.6. Evaluated at import, because `creel verify` replaces torch's class with ours.
-_TORCH_HAS_IN_ORDER = "in_order" in torch.utils.data.DataLoader.__init__.__annotations__
+#: Evaluated at import, because `creel verify` replaces torch's class with ours.
+_OF_TORCH = dict(signature(torch.utils.data.DataLoader.__init__).parameters)
+_TORCH_HAS_IN_ORDER = "in_order" in _OF_TORCH  # torch >= 2.6
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -86,7 +88,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         remap: "global-batch": the ranks of a `DistributedSampler` exchange samples within each
             global batch, so that each node reads mostly the same samples in all epochs. Global
             batches stay torch's; which rank reads which of their samples differs
-            (docs/groups.md). All ranks must give it; the first epoch waits for all of them. Not
+            (docs/remap.md). All ranks must give it; the first epoch waits for all of them. Not
             for an iterable dataset.
         replicate: the ranks of this rank's tensor, pipeline or context parallel group, which read
             the same batches: the number of consecutive ranks in a group, its process group, or a
@@ -112,7 +114,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             worker that is idle first, with `seeding="sample"`, so the batches are the same for any
             `num_workers`. Other workers make the batches of one that died; the third death at one
             batch raises torch's RuntimeError. `num_workers="auto"` then is twice this rank's share
-            of the node's cores (docs/augmentation.md).
+            of the node's cores (docs/shared-workers.md).
         creel_args: for frameworks that make a loader again from its attributes, by name. A loader
             has this one if attributes of a subclass have names of arguments above: they are the
             subclass's, and these arguments are what was passed.
@@ -184,6 +186,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
             batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
         dataset, batch_sampler = _with_rows(dataset, batch_sampler, args.rehearsal)
+        self._creel_newer = _newer(kwargs)
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:
@@ -491,6 +494,11 @@ def _may_take(loader: DataLoader[Any]) -> bool:
         return False
     args = args_of(loader)
     alone = args.remap is None and args.replicate is None  # other ranks expect the same
+    if newer := vars(loader).get("_creel_newer"):
+        if not alone:
+            raise ConfigError(f"remap and replicate do not go with {newer}=, of a newer torch")
+        _warn_once(f"{newer}= is of a newer torch: this DataLoader behaves as torch's")
+        return False
     if loader.num_workers and alone and (why := _refused_memfds()):
         _warn_once(f"this system gives no memfd ({why}): this DataLoader behaves as torch's")
         return False
@@ -502,6 +510,12 @@ def _may_take(loader: DataLoader[Any]) -> bool:
     if not is_map or isinstance(loader.dataset, MapDataPipe):
         return False
     return not _state_of(loader).config.loader.disable
+
+
+def _newer(arguments: dict[str, Any]) -> str:
+    """Return the first argument that only a newer torch knows, not as by default; "" if none."""
+    known = (name for name in arguments if name in _OF_TORCH)
+    return next((name for name in known if arguments[name] != _OF_TORCH[name].default), "")
 
 
 def _starts_processes(context: object) -> bool:

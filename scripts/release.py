@@ -2,14 +2,16 @@
 
     python scripts/release.py all --repository https://host/owner/creel
 
-or, step by step, `check`, `build --repository ...` and `tag`.
+or, step by step, `date`, `check`, `build --repository ...` and `tag`.
 
+`date` commits the date of this version, and pages that no longer say that nothing was released.
 `check` says what stands in the way: changes that are not committed, a CHANGELOG without this
 version, a tag that exists, a page that says nothing was released, states that are not recorded.
 `build` checks the same, makes dist/*.whl and dist/*.tar.gz of the last commit, opens them, trains
 with the wheel in a new environment, and writes dist/SHA256SUMS. No file of the repository says
 where it lies, so `build` is told, and writes it into the package's links and into those of README,
-which an index shows. `make test` comes before, in CI.
+which an index shows. The tag has this version's changes and the sums; where git has a key
+(`user.signingkey`), it is signed. `make test` comes before, in CI.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tarfile
 import tempfile
 import venv
 import zipfile
+from datetime import datetime, timezone
 from email.parser import HeaderParser
 from pathlib import Path
 
@@ -35,6 +38,7 @@ TAG = f"v{VERSION}"
 _LINK = re.compile(r"\]\((?!https?://|#)([^)\s]+)\)")  # a link within the repository
 _NEEDED = ("py.typed", "deploy/creeld.service", "deploy/slurm/prolog.sh", "examples/train.py")
 _UNRELEASED = "Nothing has been released yet"  # said on pages until the first release
+PAGES = ("CHANGELOG.md", "README.md", "docs/start.md")
 _BUILD = (
     "import sys; from setuptools import build_meta as b; out = sys.argv[1];"
     " b.build_sdist(out); b.build_wheel(out)"
@@ -77,6 +81,29 @@ def check() -> list[str]:
         )
     stale = [page for page in pages if _UNRELEASED in page.read_text()]
     return faults + [f"{page.relative_to(ROOT)} says: {_UNRELEASED}" for page in stale]
+
+
+def released(text: str, day: str) -> str:
+    """Return a page of the first release: no longer of a clone in which nothing was released.
+
+    >>> released("## Unreleased", "2026-12-01")
+    '## 0.1.0 - 2026-12-01'
+    """
+    text = re.sub(r"^## Unreleased$", f"## {VERSION} - {day}", text, flags=re.MULTILINE)
+    text = text.replace(f"{_UNRELEASED}: in a clone of the repository, on", "On")
+    text = text.replace("pip install '.[torch,images]'", "pip install 'creel-data[torch,images]'")
+    return re.sub(rf"{_UNRELEASED}[^.]*\.\s+", "", text)
+
+
+def date() -> None:
+    """Commit what the pages say of this release from now on, if they do not say so yet."""
+    _require(not _git("status", "--porcelain"), "there are changes that are not committed")
+    for path in (ROOT / name for name in PAGES):
+        path.write_text(
+            released(path.read_text(), datetime.now(tz=timezone.utc).date().isoformat())
+        )
+    if _git("status", "--porcelain"):
+        _git("commit", "--all", "-m", f"creel {VERSION}")
 
 
 def prepare(tree: Path, repository: str) -> None:
@@ -197,11 +224,15 @@ def _names(wheel: Path) -> set[str]:
         return set(opened.namelist())
 
 
-def tag() -> None:
-    """Tag the last commit, with what CHANGELOG says of this version."""
+def tag(out: Path) -> None:
+    """Tag the last commit, with what CHANGELOG says of this version, and what was built of it."""
     _, _, section = _changelog().partition(f"## {VERSION} - ")
     text = section.partition("\n")[2].partition("\n## ")[0].strip()
-    _git("tag", "--annotate", "--cleanup=verbatim", "-m", f"creel {VERSION}\n\n{text}", TAG)
+    if (sums := out / "SHA256SUMS").exists():
+        text += f"\n\nsha256:\n{sums.read_text()}"
+    signed = ["--sign"] if _git("config", "--default", "", "--get", "user.signingkey") else []
+    message = f"creel {VERSION}\n\n{text}"
+    _git("tag", "--annotate", *signed, "--cleanup=verbatim", "-m", message, TAG)
 
 
 def _changelog() -> str:
@@ -236,17 +267,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["check", "build", "tag", "all"])
+    parser.add_argument("what", choices=["date", "check", "build", "tag", "all"])
     parser.add_argument("--repository", help="address of the repository, for `build` and `all`")
     parser.add_argument("--tree", type=Path, help="a copy to build, instead of the last commit")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     args = parser.parse_args()
-    if args.tree is None or args.what != "build":
+    if args.what in {"date", "all"}:
+        date()
+    if args.what != "date" and (args.tree is None or args.what != "build"):
         _check()
     if args.what in {"build", "all"}:
         _build_all(args.repository, args.tree, args.out)
     if args.what in {"tag", "all"}:
-        tag()
+        tag(args.out)
         print(f"tagged {TAG}; publish it: git push origin {TAG}")
         print(f"upload it: twine upload {args.out}/creel_data-{VERSION}*")
 

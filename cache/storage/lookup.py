@@ -17,8 +17,8 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeVar
 
+from creel.cache.storage import lister
 from creel.cache.storage.manifest import ANY, UNKNOWN
-from creel.cache.storage.stores import lister
 from creel.cache.storage.stores.access import ARROW, Options, options_of
 from creel.cache.storage.stores.remote import Stores, store_key
 from creel.cache.storage.stores.retry import public, retried, source_error

@@ -303,6 +303,17 @@ def accelerate(run: Run) -> None:
             run.note(loss)
 
 
+def timm(run: Run) -> None:
+    create = importlib.import_module("timm.data").create_loader
+    loader = create(
+        run.data(), (3, 8, 8), BATCH, is_training=True, use_prefetcher=False, num_workers=2
+    )
+    model = Net(run)
+    for _ in range(2):
+        for x, y in loader:
+            run.note(model(x), y)
+
+
 LIBRARIES: dict[str, Callable[[Run], None]] = {
     "accelerate": accelerate,
     "ignite": ignite,
@@ -311,12 +322,14 @@ LIBRARIES: dict[str, Callable[[Run], None]] = {
     "monai": monai,
     "pytorch_metric_learning": pytorch_metric_learning,
     "skorch": skorch,
+    "timm": timm,
     "torch_geometric": torch_geometric,
     "torchdata": torchdata,
     "transformers": transformers,
 }
-#: Libraries that `make frameworks` does not install: they need 200 MB of opencv or scikit-learn.
-BY_HAND = {"mmengine", "pytorch_metric_learning", "skorch"}
+#: Libraries that `make frameworks` does not install: they need 200 MB of opencv, scikit-learn or
+#: torchvision.
+BY_HAND = {"mmengine", "pytorch_metric_learning", "skorch", "timm"}
 #: Its class has iterators of its own, whatever class it is derived from.
 OWN_ITERATORS = {"torchdata"}
 

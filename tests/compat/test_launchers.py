@@ -216,7 +216,23 @@ def test_ray_train_gives_each_worker_torchs_batches_on_a_node_of_its_own(
     assert len(nodes) == WORLD
 
 
-# --- Kubeflow -------------------------------------------------------------------------------------
+# --- Kubernetes, Kubeflow and Grafana -------------------------------------------------------------
+
+
+def test_kubernetes_knows_each_key_of_the_job_and_of_the_recipe() -> None:
+    """Its models, which Kubeflow has, take the files, and lose nothing: they drop unknown keys."""
+    models, yaml = framework("kubeflow_trainer_api.models"), framework("yaml")
+    job, service = yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text())
+    assert models.IoK8sApiBatchV1Job.from_dict(job).to_dict() == job
+    assert models.IoK8sApiCoreV1Service.from_dict(service).to_dict() == service
+    page = (ROOT / "docs/recipes/kubernetes.md").read_text()
+    (lines,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    container = {"name": "train", **yaml.safe_load(lines)}
+    assert models.IoK8sApiCoreV1Container.from_dict(container).to_dict() == container
+    (whole,) = job["spec"]["template"]["spec"]["containers"]
+    assert {name: whole[name] for name in ("env", "resources")}.items() <= container.items()
+    container["envs"] = container.pop("env")
+    assert models.IoK8sApiCoreV1Container.from_dict(container).to_dict() != container
 
 
 def test_kubeflow_knows_each_key_of_the_trainjob() -> None:
@@ -230,3 +246,29 @@ def test_kubeflow_knows_each_key_of_the_trainjob() -> None:
     job["spec"]["trainer"]["numNodes"] = "three"
     with pytest.raises(ValueError, match="numNodes"):
         of.from_dict(job)
+
+
+def test_grafana_knows_each_key_of_the_dashboard() -> None:
+    """Its own models take the file, panel by panel and query by query, and lose nothing of it."""
+    models = framework("grafana_foundation_sdk.models.dashboard")
+    framework("grafana_foundation_sdk.cog.plugins").register_default_plugins()
+    encoder = framework("grafana_foundation_sdk.cog.encoder").JSONEncoder()
+    dashboard = json.loads((ROOT / "deploy/grafana.json").read_text())
+
+    def lost() -> list[str]:
+        known = json.loads(encoder.encode(models.Dashboard.from_json(dashboard)))
+        return sorted(set(keys_of(dashboard)) - set(keys_of(known)))
+
+    assert lost() == []
+    dashboard["panels"][0]["targets"][0]["expression"] = "up"
+    assert lost() == ["/panels/0/targets/0/expression: up"]
+
+
+def keys_of(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the path of each plain value, with the value."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, part in parts:
+        if isinstance(part, dict | list) and part:
+            yield from keys_of(part, f"{path}/{name}")
+        else:
+            yield f"{path}/{name}: {part}"

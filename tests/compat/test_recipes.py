@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import glob
 import importlib
 import io
 import json
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import creel
 from creel.counters import CAUSES
+from testbed.s3_server import KEY, S3, SECRET
 from testbed.same import same
 
 pytestmark = [
@@ -193,14 +193,9 @@ class Files(Dataset[Any]):
         return torch.from_numpy(np.load(self.paths[index]))
 
 
-def transform(image: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(image)).float()
-
-
 def given(**more: Any) -> dict[str, Any]:
-    """Return the names that a page's code may use without an import of its own."""
-    names = {"torch": torch, "numpy": np, "glob": glob, "io": io, "__name__": __name__}
-    return names | {"transform": transform, "Files": Files, **more}
+    """Return what a page's code takes from a person, who has a dataset."""
+    return {"Files": Files, "__name__": __name__, **more}
 
 
 def plain() -> Any:
@@ -210,15 +205,17 @@ def plain() -> Any:
     return SimpleNamespace(**names | {"DataLoader": DataLoader})
 
 
-def loaders(page: str, of: Any) -> Iterator[Any]:
+def loaders(page: str, of: Any, edits: dict[str, str] | None = None) -> Iterator[Any]:
     """Yield the loader of each block of a page, run with `of` in the place of `creel`."""
     names = given(creel=of)
-    if "PIL" in "".join(blocks(page)):
-        library("PIL.Image")
-        names["PIL"] = sys.modules["PIL"]
-    for code in blocks(page):
+    codes = "\0".join(blocks(page))
+    for needed in re.findall(r"^import (\S+)$", codes, re.MULTILINE):
+        library(needed)
+    for words, others in ({"import creel\n": ""} | (edits or {})).items():
+        codes = codes.replace(words, others)
+    for code in codes.split("\0"):
         names.pop("loader", None)
-        exec(code.replace("import creel\n", ""), names)
+        exec(code, names)
         if "loader" in names:
             yield names["loader"]
 
@@ -227,6 +224,19 @@ def epochs(loader: Any) -> list[Any]:
     """Return the batches of three epochs: recorded, read ahead, from memory."""
     torch.manual_seed(3)
     return [list(loader) for _ in range(3)]
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    """The objects of s3.md, on a server that the environment names."""
+    for i in range(N):
+        path = tmp_path / f"bucket/train/{i}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(row(i).tobytes())
+    with S3(tmp_path) as server:
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        yield server
 
 
 DATA: dict[str, Callable[[], None]] = {
@@ -249,8 +259,20 @@ def test_the_batches_of_a_recipe_are_torchs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     DATA[page]()
+    check(page)
+
+
+def test_the_objects_of_a_bucket_are_read_as_the_recipe_says(bucket: S3) -> None:
+    own = {"http://minio:9000": bucket.env["AWS_ENDPOINT_URL"]}
+    own |= {'"key": "..."': f'"key": "{KEY}"', '"secret": "..."': f'"secret": "{SECRET}"'}
+    check("s3.md", own)
+
+
+def check(page: str, edits: dict[str, str] | None = None) -> None:
+    """Compare the batches of a page's loaders with torch's over the same data."""
+    pairs = zip(loaders(page, creel, edits), loaders(page, plain(), edits), strict=True)
     tried = 0
-    for ours, theirs in zip(loaders(page, creel), loaders(page, plain()), strict=True):
+    for ours, theirs in pairs:
         assert type(ours) is creel.DataLoader
         assert type(theirs) is DataLoader
         assert same(epochs(ours), epochs(theirs))
@@ -260,6 +282,7 @@ def test_the_batches_of_a_recipe_are_torchs(
 
 def test_each_recipe_is_tried_and_in_the_list_of_formats() -> None:
     here = {"lightning.md", "accelerate.md", "torchrun.md", "ray.md", "jax.md", *DATA}
+    here |= {"s3.md", "slurm.md", "kubernetes.md"}  # the last two: test_slurm.py, test_launchers.py
     assert {path.name for path in RECIPES.glob("*.md")} == here
     index = (RECIPES.parent / "formats.md").read_text()
     assert set(re.findall(r"\]\(recipes/([\w-]+\.md)\)", index)) == here
@@ -429,7 +452,7 @@ def test_torchrun_runs_the_program_of_the_recipe(
     digits()
     (code,) = blocks("torchrun.md")
     source = Path(__file__).read_text()
-    dataset = source[source.index("class Files") : source.index("\n\ndef transform")]
+    dataset = source[source.index("class Files") : source.index("\n\ndef given")]
     head = "import numpy as np\nimport torch\nfrom pathlib import Path\nfrom typing import Any\n"
     head += "from torch.utils.data import Dataset\n"
     counted = code.replace("        ...\n", "        print(len(batch))\n")

@@ -45,9 +45,14 @@ GIVEN: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["rows", "files"])
-@pytest.mark.parametrize("change_of", GIVEN)
+@pytest.mark.parametrize(
+    "change_of, kind, workers",
+    [
+        *((change_of, kind, 0) for change_of in GIVEN for kind in ("rows", "files")),
+        ("tensor", "rows", 2),
+        ("list", "files", 2),
+    ],
+)
 def test_labels_are_copied_when_they_are_given(
     make: Callable[..., Any], kind: str, change_of: str, workers: int
 ) -> None:
@@ -65,11 +70,16 @@ def test_labels_are_copied_when_they_are_given(
 
 
 @pytest.mark.parametrize(
-    "workers, persistent, when",
-    [(0, False, "amid"), (2, False, "between"), (2, True, "amid")],
-    ids=["here", "own", "persistent"],
+    "kind, workers, persistent, when",
+    [
+        ("rows", 0, False, "amid"),
+        ("rows", 2, True, "amid"),
+        ("files", 0, False, "amid"),
+        ("files", 2, False, "between"),
+        ("files of unknown size", 2, False, "between"),
+        ("files of unknown size", 2, True, "amid"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["rows", "files", "files of unknown size"])
 def test_labels_that_are_assigned_are_seen_as_under_torch(
     make: Callable[..., Any], kind: str, workers: int, persistent: bool, when: str
 ) -> None:

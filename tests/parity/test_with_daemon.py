@@ -111,8 +111,13 @@ def other_samples(folder: Path) -> tuple[Any, list[Any]]:
     return data, [lambda: setattr(data, "samples", list(data.samples)[::-1])]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [other_indices, other_parts, other_labels, other_samples])
+@pytest.mark.parametrize(
+    "make, workers",
+    [
+        *((make, 0) for make in (other_indices, other_parts, other_labels, other_samples)),
+        *((make, 2) for make in (other_parts, other_labels)),
+    ],
+)
 def test_a_dataset_changed_between_epochs_is_read_as_it_is_now(
     make: Any, workers: int, folder: Path, shared: dict[str, Any]
 ) -> None:
@@ -149,11 +154,10 @@ def test_a_worker_that_remembers_is_no_new_one(shared: dict[str, Any]) -> None:
     assert run(creel.DataLoader, Remembering(), "", 2, creel=shared) == theirs
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    "labels",
-    [None, np.arange(500, dtype="u8"), np.arange(500, dtype=">i4")],
-    ids=["-", "u8", ">i4"],
+    "labels, workers",
+    [(None, 0), (None, 2), (np.arange(500, dtype="u8"), 0), (np.arange(500, dtype=">i4"), 2)],
+    ids=["-", "-, workers", "u8", ">i4, workers"],
 )
 def test_a_batch_that_cannot_be_collated_fails_in_torchs_words(
     labels: Any, workers: int, folder: Path, shared: dict[str, Any]

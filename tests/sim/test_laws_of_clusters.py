@@ -32,7 +32,7 @@ def test_objects_that_the_memories_together_hold_are_not_read_again(
         assert counts["refused"] <= 0.001 * counts["peer"], "asked a node that had given it up"
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("nodes", [4])
 def test_memories_and_disks_together_hold_it_all(nodes: int) -> None:
     """Peers also send objects from disk: from the second epoch on the source is not read."""
     order = job(nodes)
@@ -108,7 +108,7 @@ def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:
     assert sum(peers) / len(peers) <= 0.5
 
 
-@pytest.mark.parametrize("nodes, held", [(2, 1.1), (4, 0.5), (4, 0.9)])
+@pytest.mark.parametrize("nodes, held", [(2, 1.1), (4, 0.5)])
 def test_ranks_that_exchange_samples_move_few(nodes: int, held: float) -> None:
     """At most .03 of the samples move, with 256 samples of a node in a step."""
     order = job(nodes, 16 * 256 * nodes, 256)._replace(remapped=True)
@@ -168,7 +168,7 @@ def test_objects_that_a_restarted_daemon_held_are_read_once_more(
     assert all(counts["refused"] <= 0.05 * order.samples for counts in runs)
 
 
-@pytest.mark.parametrize("held", [0.6, 1.4])
+@pytest.mark.parametrize("held", [0.6])
 def test_a_daemon_that_comes_back_an_epoch_later_takes_up_its_old_role(held: float) -> None:
     order = job(4)
     nodes = Nodes(4, order, held)
@@ -184,8 +184,7 @@ def test_a_daemon_that_comes_back_an_epoch_later_takes_up_its_old_role(held: flo
         assert counts["peer"] > 0
 
 
-@pytest.mark.parametrize("noticed", [False, True])
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("both, noticed", [(False, True), (True, False)])
 def test_nodes_that_do_not_reach_each_other_read_the_source_until_they_do(
     *, both: bool, noticed: bool
 ) -> None:
@@ -206,7 +205,7 @@ def test_nodes_that_do_not_reach_each_other_read_the_source_until_they_do(
 
 
 def test_a_node_that_joins_an_epoch_later_takes_over_what_the_others_know() -> None:
-    order = job(4, 1920)
+    order = job(4)
     nodes = Nodes(4, order, 0.9)
     nodes.late.add(0)
     nodes.run(2)

@@ -38,16 +38,14 @@ class Followers(Nodes):
         self.shells[node].tell(1, epoch - self._began[node], ids, self._ends())
 
 
-@pytest.mark.parametrize("nodes", [2, 3])
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("nodes, shares", [(2, False), (3, True)])
 def test_objects_that_all_memories_hold_are_read_once(nodes: int, *, shares: bool) -> None:
     runs = Followers(nodes, 1.2, shares=shares).run(3)
     assert sum(counts["source"] for counts in runs) <= 1.005 * SAMPLES
     assert sum(counts["refused"] for counts in runs) <= 0.005 * SAMPLES
 
 
-@pytest.mark.parametrize("held", [0.3, 0.7])
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("held, shares", [(0.3, True), (0.7, False)])
 def test_the_part_that_memories_hold_is_not_read_again(held: float, *, shares: bool) -> None:
     runs = Followers(2, held, shares=shares).run(3)
     reads = 1 if shares else 2
@@ -55,8 +53,7 @@ def test_the_part_that_memories_hold_is_not_read_again(held: float, *, shares: b
         assert counts["source"] <= reads * (1 - held + 0.05) * SAMPLES
 
 
-@pytest.mark.parametrize("nodes, held, disk", [(2, 0.5, 0.4), (3, 0.2, 0.3)])
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("nodes, held, disk, shares", [(2, 0.5, 0.4, False), (3, 0.2, 0.3, True)])
 def test_memories_and_disks_hold_what_is_at_home_there(
     nodes: int, held: float, disk: float, *, shares: bool
 ) -> None:
@@ -69,8 +66,7 @@ def test_memories_and_disks_hold_what_is_at_home_there(
     assert all(counts["disk"] > 0.5 * n for counts in later)
 
 
-@pytest.mark.parametrize("held, disk", [(0.3, 0.3), (0.5, 0.4)])
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("held, disk, shares", [(0.3, 0.3, False), (0.5, 0.4, True)])
 def test_no_node_waits_for_what_only_another_reader_could_end(
     held: float, disk: float, *, shares: bool
 ) -> None:
@@ -83,8 +79,7 @@ def test_no_node_waits_for_what_only_another_reader_could_end(
     nodes.run(2)
 
 
-@pytest.mark.parametrize("held", [0.3, 0.7])
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("held, shares", [(0.3, False), (0.7, True)])
 def test_no_epoch_reads_more_than_without_peers(held: float, *, shares: bool) -> None:
     together, alone = (Followers(2, held, shares=shares) for _ in range(2))
     alone.late |= {0, 1}

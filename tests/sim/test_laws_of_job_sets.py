@@ -173,11 +173,9 @@ SETS = {
     "name, memory, disk, follow",
     [
         ("two of four", 0.3, 0, False),
-        ("one in common", 0.3, 0, False),
         ("one in common", 0.65, 0, False),
         ("one in common", 0.2, 0.3, False),
         ("one in common", 0.65, 0, True),
-        ("one of two", 0.3, 0, False),
         ("one of two", 0.3, 0, True),
         ("two of three", 0.3, 0, True),
         ("a ring", 0.65, 0, True),

@@ -101,8 +101,7 @@ def _peak(holder: Nodes, new: Nodes, order: np.ndarray, step: int, capacity: np.
     return most
 
 
-@pytest.mark.parametrize("nodes", [2, 4, 8])
-@pytest.mark.parametrize("f", [0.25, 0.5, 0.9])
+@pytest.mark.parametrize("nodes, f", [(2, 0.25), (2, 0.9), (4, 0.5), (8, 0.25), (8, 0.9)])
 def test_the_source_is_read_for_what_does_not_fit_and_not_more(nodes: int, f: float) -> None:
     seen = run(20_000, nodes, f)
     assert seen.source == pytest.approx(1 - f, abs=nodes / 20_000 + 1e-4)  # whole objects per node
@@ -131,9 +130,7 @@ def test_memory_beyond_one_copy_makes_most_reads_local_and_none_from_the_source(
     assert seen.local >= 0.58
 
 
-@pytest.mark.parametrize(
-    "nodes, f, least", [(8, 1.05, 0.34), (8, 1.25, 0.415), (4, 1.5, 0.66), (2, 1.5, 0.89)]
-)
+@pytest.mark.parametrize("nodes, f, least", [(8, 1.05, 0.34), (4, 1.5, 0.66)])
 def test_a_little_more_memory_than_one_copy_takes_makes_more_reads_local(
     nodes: int, f: float, least: float
 ) -> None:
@@ -167,7 +164,7 @@ class Context:
 
 @pytest.mark.parametrize(
     "nodes, f, most",
-    [(2, 1.01, 6), (8, 2.0, 7), (255, 1.0, 5), (256, 1.01, 8), (1024, 1.01, 8)],
+    [(8, 2.0, 7), (255, 1.0, 5), (256, 1.01, 8)],
 )
 def test_bytes_that_a_node_keeps_of_the_plans(nodes: int, f: float, most: float) -> None:
     """Law L6, with two boundaries planned; other arrays of a policy belong to core or job."""
@@ -257,8 +254,10 @@ def test_the_simulator_counts_what_real_cores_do(nodes: int, f: float) -> None:
     assert remote == pytest.approx(np.mean([e.remote for e in simulated]), abs=0.012)
 
 
-@pytest.mark.parametrize("nodes, ranks, batch", [(2, 1, 256), (8, 2, 128), (16, 8, 32)])
-@pytest.mark.parametrize("capacity", [0.5, 0.9, 1.01])
+@pytest.mark.parametrize(
+    "nodes, ranks, batch, capacity",
+    [(2, 1, 256, 0.5), (2, 1, 256, 1.01), (8, 2, 128, 0.9), (16, 8, 32, 0.5), (16, 8, 32, 1.01)],
+)
 def test_ranks_that_exchange_samples_move_few(
     nodes: int, ranks: int, batch: int, capacity: float
 ) -> None:

@@ -46,8 +46,7 @@ def test_an_epoch_reads_hardly_more_than_what_does_not_fit(f: float) -> None:
     assert sum(e.reads + e.direct for e in out) >= N + 3 * (1 - f) * N - 1
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("f", [1.0, 1.2])
+@pytest.mark.parametrize("f, ahead", [(1.0, 1), (1.2, 0)])
 def test_a_dataset_that_fits_is_read_once(f: float, ahead: int) -> None:
     out = equal(Job(shuffled(3, ranks=2), BATCH, ranks_per_node=2, ahead=ahead), f)
     assert sum(e.reads for e in out) == N
@@ -67,7 +66,7 @@ def test_four_ranks_on_a_node_share_one_copy() -> None:
     assert all(e.reads + e.direct <= 1.01 * 0.5 * n for e in out[1:])
 
 
-@pytest.mark.parametrize(("f", "latency_s"), [(0.25, 0.0), (0.5, 2.0), (0.75, 0.0), (0.9, 2.0)])
+@pytest.mark.parametrize(("f", "latency_s"), [(0.25, 0.0), (0.9, 2.0)])
 def test_a_source_that_just_keeps_up_is_enough(f: float, latency_s: float) -> None:
     """L2, paced retention: source at 1.05 x the mean miss rate; plain MIN needs 1.2-1.7 x."""
     n, batch = 16_000, 64
@@ -80,7 +79,7 @@ def test_a_source_that_just_keeps_up_is_enough(f: float, latency_s: float) -> No
         assert epoch.reads + epoch.direct <= 1.01 * (1 - f) * n
 
 
-@pytest.mark.parametrize("f, batch", [(0.25, 256), (0.5, 16), (0.75, 256)])
+@pytest.mark.parametrize("f, batch", [(0.25, 256), (0.5, 16)])
 def test_image_sizes_read_hardly_more_bytes_than_do_not_fit(f: float, batch: int) -> None:
     """L1 in bytes, mean 110 KB and deviation 100 KB.
 
@@ -106,9 +105,7 @@ def drawn(kind: str, epochs: int, seed: int = 5) -> Epochs:
     return [names[rng.choice(N, (1, N), p=weights / weights.sum())] for _ in range(epochs)]
 
 
-@pytest.mark.parametrize(
-    "f, kind", [(0.1, "weights"), (0.25, "replacement"), (0.5, "weights"), (0.75, "replacement")]
-)
+@pytest.mark.parametrize("f, kind", [(0.1, "weights"), (0.75, "replacement")])
 def test_streams_with_repeats_are_within_two_percent_of_min(kind: str, f: float) -> None:
     """L4."""
     epochs = drawn(kind, 5)

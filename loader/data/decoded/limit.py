@@ -16,7 +16,7 @@ class Decoded:
         limit: most bytes of the disk: "1TiB", a number, or "auto", all but `disk.keep_free`.
         name: what these samples are called. It promises that the same files, decoded by the same
             code, make the same samples, also as far as creel does not see the code:
-            docs/decode-once.md.
+            docs/decoded-names.md.
 
     Raises:
         ConfigError: `limit` is not a size, or `name` no text.

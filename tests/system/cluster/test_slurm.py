@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
+ROOT = Path(__file__).parents[3]
 FILES = 200
 #: As a shell reads it.
 BIN = shlex.quote(str(PROGRAMS))
@@ -63,13 +65,13 @@ def ended(slurm: Slurm, job: str, state: str = "COMPLETED") -> str:
     return said
 
 
-def training(storage: Any, epochs: int, below: str = "") -> str:
-    """Return the command of a training of one rank on each node, below torchrun, below another."""
+def training(storage: Any, epochs: int) -> str:
+    """Return the command of a training of one rank on each node, below torchrun."""
     script, folder = (shlex.quote(str(path)) for path in (jobs.SCRIPT, jobs.SCRIPT.parents[1]))
     words = f"{script} {storage.mountpoint} 8 {','.join(['step'] * epochs)}"
     return (
         f"export PYTHONPATH={folder} OMP_NUM_THREADS=1 CREEL_MEMORY__BUDGET=64MiB\n"
-        f"srun --output=rank-%j-%t {below} {BIN}/torchrun --nnodes 2 --nproc-per-node 1"
+        f"srun --output=rank-%j-%t {BIN}/torchrun --nnodes 2 --nproc-per-node 1"
         f" --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint n0:29500 {words}"
     )
 
@@ -147,9 +149,14 @@ def test_each_task_of_an_array_and_each_run_of_a_requeued_job_has_a_daemon(slurm
 
 
 def test_a_training_on_two_nodes_needs_no_administrator(slurm: Slurm, storage: Any) -> None:
-    """`creel run` in the job: files that a node holds the other one does not read again."""
-    command = training(storage, 2, f"{BIN}/creel run --")
-    job = slurm.submit(command, "-N2")
+    """The script of the recipe: files that a node holds the other one does not read again."""
+    page = (ROOT / "docs/recipes/slurm.md").read_text()
+    (script,) = re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    exports, _, command = training(storage, 2).partition("\n")
+    program = command.partition("n0:29500 ")[2]
+    begin = f"srun --output=rank-%j-%t {BIN}/creel run -- {BIN}/torchrun "
+    script = script.replace("srun creel run -- torchrun ", begin).replace("train.py", program)
+    job = slurm.submit(script.replace("\nhead=", f"\n{exports}\nhead="), "--cpus-per-task=2")
     ended(slurm, job)
     stats = check_ranks(slurm, job, 2)
     read = sum(source["reads"] for node in stats for source in node["sources"])

@@ -24,7 +24,7 @@ from daemons import Running
 from kit import until
 from testbed.http_server import Server
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(360)]
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text())
@@ -75,12 +75,15 @@ def test_panels_lie_beside_each_other() -> None:
 
 
 class Prometheus:
-    """A Prometheus of this test alone, which scrapes one page twice a second."""
+    """A Prometheus of this test alone, which scrapes one page every two seconds.
+
+    It gives up a scrape that takes longer, as it may on busy cores.
+    """
 
     def __init__(self, folder: Path, page: str) -> None:
         config = folder / "prometheus.yml"
         config.write_text(
-            f"""global: {{scrape_interval: 500ms, evaluation_interval: 500ms}}
+            f"""global: {{scrape_interval: 2s, evaluation_interval: 500ms}}
 rule_files: [{json.dumps(str(RULES))}]
 scrape_configs:
   - {{job_name: creel, honor_labels: true, static_configs: [{{targets: ["{page}"]}}]}}
@@ -113,10 +116,18 @@ scrape_configs:
             return json.load(answer)["data"]
 
     def answers(self, query: str) -> bool:
-        """Whether a query, as Grafana would ask it, has a number now."""
-        asked = query.replace("$__rate_interval", "10s").replace("$job", ".*")
-        series = self.get("query", query=asked)["result"]
-        return any(not math.isnan(float(sample["value"][1])) for sample in series)
+        """Whether a query, as Grafana would ask it, has a number now.
+
+        In a short interval nothing may happen on a busy machine, and a query may ask for the
+        interval before it, so that it answers late.
+        """
+
+        def numbers(interval: str) -> list[float]:
+            asked = query.replace("$__rate_interval", interval).replace("$job", ".*")
+            series = self.get("query", query=asked)["result"]
+            return [float(sample["value"][1]) for sample in series]
+
+        return any(not math.isnan(x) for every in ("10s", "30s", "90s") for x in numbers(every))
 
 
 needs_prometheus = pytest.mark.skipif(
@@ -173,7 +184,7 @@ def test_each_panel_and_rule_answers_from_a_real_run(
                 open_questions.difference_update(answered)
                 return not open_questions
 
-            until(all_answered, 120, event=f"answers to {open_questions}")
+            until(all_answered, 240, event="all panels answer")
 
             def rules_answer() -> bool:
                 """A rule counts from its second evaluation on: before, no rate was known."""

@@ -50,24 +50,24 @@ def held(daemon: Running) -> int:
     return daemon.fds() + len(process.memory_maps(grouped=False)) + process.num_threads()
 
 
-def test_200_short_lived_jobs_leave_no_more_than_a_few(tmp_path: Path) -> None:
+def test_80_short_lived_jobs_leave_no_more_than_a_few(tmp_path: Path) -> None:
     """Descriptors, mappings, threads and pages stay bounded; the latest datasets stay."""
     with serving(max_idle_datasets=8) as daemon:
         begun = held(daemon)
-        for number in range(200):
+        for number in range(80):
             with daemon.client() as client:
                 read_all(client, dataset(tmp_path, number))
         with daemon.client("cli") as client:
             until(lambda: len(known(client)) == 8, event="all but the last 8 are gone")
             datasets = known(client)
-            assert set(datasets) == {f"{n:03}" for n in range(192, 200)}
+            assert set(datasets) == {f"{n:03}" for n in range(72, 80)}
             assert all(d["resident_objects"] == 4 for d in datasets.values())
             # Counters do not decrease when a dataset is forgotten.
-            assert client.ask("stats")["tiers"]["memory"]["misses"] == 800
+            assert client.ask("stats")["tiers"]["memory"]["misses"] == 320
             used = client.ask("status")["memory"]["used_nbytes"]
             assert used <= 8 * 4 * 512
             # Each had 3 descriptors, 2 mappings and a thread at least, which ends later.
-            until(lambda: held(daemon) < begun + 6 * 100, event="what 192 datasets held is gone")
+            until(lambda: held(daemon) < begun + 6 * 40, event="what 72 datasets held is gone")
 
 
 def test_the_next_run_finds_its_data_and_a_later_one_does_not(tmp_path: Path) -> None:

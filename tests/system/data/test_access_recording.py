@@ -138,14 +138,13 @@ def decoded(path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "objects"),
-    [((decoded,), 1), ((records,), 1), ((shards, files), 3)],
-    ids=lambda x: "+".join(k.__name__ for k in x) if isinstance(x, tuple) else "",
-)
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [(DataLoader, "fork, persistent"), (creel.DataLoader, "here")],
-    ids=["torch", "creel"],
+    ("kinds", "objects", "kind", "mode"),
+    [
+        ((decoded,), 1, creel.DataLoader, "here"),
+        ((records,), 1, DataLoader, "fork, persistent"),
+        ((shards, files), 3, DataLoader, "fork, persistent"),
+        ((shards, files), 3, creel.DataLoader, "here"),
+    ],
 )
 @pytest.mark.usefixtures("never_looked_at_again")
 def test_datasets_below_a_wrapper_of_ones_own_are_learnt(
@@ -273,8 +272,15 @@ class Mapped(Own):
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader])
-@pytest.mark.parametrize("own", [More, Foreign, Mapped])
+@pytest.mark.parametrize(
+    ("own", "kind"),
+    [
+        (More, DataLoader),
+        (More, creel.DataLoader),
+        (Foreign, DataLoader),
+        (Mapped, creel.DataLoader),
+    ],
+)
 def test_samples_that_cannot_be_told_of_are_right(
     tmp_path: Path, own: type[Own], kind: Any
 ) -> None:
@@ -306,8 +312,7 @@ def test_of_a_file_of_which_samples_read_little_only_the_blocks_are_read(
     assert reads(daemon) == [N - 1 + 4]
 
 
-@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "workers"), [(DataLoader, 0), (creel.DataLoader, 2)])
 def test_a_split_and_a_proxy_in_a_proxy_are_learnt(
     daemon: Running, tmp_path: Path, kind: Any, workers: int
 ) -> None:
@@ -375,8 +380,7 @@ class Cropped(Dataset[bytes]):
         return content
 
 
-@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "workers"), [(DataLoader, 2), (creel.DataLoader, 0)])
 def test_files_that_torchvision_reads_inside_are_cached(
     daemon: Running, tmp_path: Path, kind: Any, workers: int
 ) -> None:

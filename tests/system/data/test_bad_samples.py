@@ -74,9 +74,10 @@ def wanted(indices: list[int], on_error: str) -> list[list[int]]:
     return [[stand_in(i) if i in BAD else i for i in batch] for batch in batches]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+@pytest.mark.parametrize(
+    "on_error, many, workers",
+    [("skip", False, 0), ("skip", True, 2), ("substitute", True, 0), ("substitute", False, 2)],
+)
 def test_bad_samples_are_left_out_or_replaced_and_not_read_again(
     served: str,
     tmp_path: Path,
@@ -301,8 +302,7 @@ GROUPS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+@pytest.mark.parametrize("on_error, workers", [("skip", 0), ("substitute", 2)])
 @pytest.mark.parametrize(
     "keys, group",
     [("texts", "lists"), ("tuples", "tuples"), *(("numbers", group) for group in GROUPS)],

@@ -24,11 +24,7 @@ from testbed.ranks import ranks
 from testbed.same import needs_fuse, same
 from testbed.slow_files import SlowFiles
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.timeout(180),
-    pytest.mark.usefixtures("either_way"),
-]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 N = 24
 #: Calls of a decoder, if each file is decoded once: one sample in 16 is made twice, and compared.
@@ -103,8 +99,19 @@ def as_it_is(sample: Any) -> Any:
     return sample
 
 
+@pytest.fixture
+def direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the daemon is asked for files in the page cache: the setting of that name."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", request.param)
+    return str(request.param)
+
+
 Make = Callable[..., Any]
-both = pytest.mark.parametrize("make", [by_dataset, by_kept])
+#: Each pair of a way to keep samples and of a way to read files is in the first test.
+both = pytest.mark.parametrize(
+    ("make", "direct"), [(by_dataset, "auto"), (by_kept, "never")], indirect=["direct"]
+)
+IN_PAIRS = [(by_dataset, "auto"), (by_kept, "never"), (by_kept, "auto"), (by_dataset, "never")]
 
 
 def check_epochs(
@@ -131,17 +138,19 @@ def loaders(dataset: Any, paths: list[str], log: Path, **more: Any) -> tuple[Any
     return creel.DataLoader(dataset, creel=options, **more), DataLoader(plain, **more)
 
 
-@both
-@pytest.mark.usefixtures("daemon")
+PERSISTENT = {"num_workers": 2, "persistent_workers": True, "creel": {"loader.recheck": "never"}}
+
+
+@pytest.mark.usefixtures("daemon", "direct")
 @pytest.mark.parametrize(
-    "more",
+    ("make", "direct", "more"),
     [
-        {"num_workers": 0},
-        {"num_workers": 2},
-        {"num_workers": 2, "persistent_workers": True, "creel": {"loader.recheck": "never"}},
-        {"num_workers": 2, "creel": False},
+        *((*pair, {"num_workers": 0}) for pair in IN_PAIRS[:2]),
+        *((*pair, {"num_workers": 2}) for pair in IN_PAIRS[2:]),
+        *((*pair, PERSISTENT) for pair in IN_PAIRS[:2]),
+        *((*pair, {"num_workers": 2, "creel": False}) for pair in IN_PAIRS[2:]),
     ],
-    ids=lambda more: "-".join(map(str, more.values())),
+    indirect=["direct"],
 )
 def test_batches_are_torchs_and_each_file_is_decoded_once(
     make: Make, paths: list[str], log: Path, more: dict[str, Any]
@@ -151,9 +160,12 @@ def test_batches_are_torchs_and_each_file_is_decoded_once(
     assert calls(log) == ONCE
 
 
-@both
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize(
+    ("make", "direct", "method"),
+    [(by_dataset, "auto", "spawn"), (by_kept, "never", "forkserver")],
+    indirect=["direct"],
+)
+@pytest.mark.usefixtures("daemon", "direct")
 def test_spawned_workers_share_what_they_keep(
     make: Make, paths: list[str], log: Path, method: str
 ) -> None:
@@ -166,7 +178,7 @@ def test_spawned_workers_share_what_they_keep(
 
 
 @both
-@pytest.mark.usefixtures("daemon")
+@pytest.mark.usefixtures("daemon", "direct")
 def test_torchs_own_loader_keeps_them_too(make: Make, paths: list[str], log: Path) -> None:
     _, theirs = loaders(make(paths, log), paths, log, num_workers=2)
     dataset = make(paths, log)
@@ -176,7 +188,7 @@ def test_torchs_own_loader_keeps_them_too(make: Make, paths: list[str], log: Pat
 
 
 @both
-@pytest.mark.usefixtures("daemon")
+@pytest.mark.usefixtures("daemon", "direct")
 def test_creel_disabled_keeps_nothing(
     make: Make, paths: list[str], log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,12 +198,19 @@ def test_creel_disabled_keeps_nothing(
     assert calls(log) == 2 * N
 
 
-@both
-@pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("direct", ["auto", "never"])
+@pytest.mark.usefixtures("daemon", "direct")
+@pytest.mark.parametrize(
+    ("make", "workers", "direct"),
+    [
+        (by_dataset, 0, "auto"),
+        (by_dataset, 2, "never"),
+        (by_kept, 0, "never"),
+        (by_kept, 2, "auto"),
+    ],
+    indirect=["direct"],
+)
 def test_files_that_were_rewritten_between_epochs_are_decoded_anew(
-    make: Make, paths: list[str], log: Path, workers: int, direct: str
+    make: Make, paths: list[str], log: Path, workers: int
 ) -> None:
     """In place, with the same size and time, and by a rename."""
     rng = np.random.default_rng(7)
@@ -207,14 +226,13 @@ def test_files_that_were_rewritten_between_epochs_are_decoded_anew(
             if i % 2:
                 os.utime(paths[i], ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    options = {"loader.direct": direct}
-    ours, theirs = loaders(make(paths, log), paths, log, num_workers=workers, creel=options)
+    ours, theirs = loaders(make(paths, log), paths, log, num_workers=workers)
     check_epochs(ours, theirs, 5, rewrite)
     assert ONCE < calls(log) < 5 * N
 
 
 @both
-@pytest.mark.usefixtures("daemon")
+@pytest.mark.usefixtures("daemon", "direct")
 def test_with_memory_for_a_part_that_part_is_decoded_once(
     make: Make, paths: list[str], log: Path
 ) -> None:
@@ -225,7 +243,7 @@ def test_with_memory_for_a_part_that_part_is_decoded_once(
 
 
 @both
-@pytest.mark.usefixtures("daemon")
+@pytest.mark.usefixtures("daemon", "direct")
 def test_the_ranks_of_a_node_decode_each_file_once(
     make: Make, paths: list[str], log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Layouts that people train from: creel.wrap never reads more from the source than torch.
 
 Only to fill the cache it may read each file once more, and open a mapped one.
-What Python opens, or a library that takes a file object, is then read no more.
+What Python opens, or a library that takes a file object, is read no more once it is in memory.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ pytestmark = [
 
 N, LENGTH = 12, 25_000  # samples of 100 kB
 EPOCHS = 4
+#: From this epoch on all is in memory.
+FILLED = 2
 #: The daemon reads at most so much at once.
 PIECE_NBYTES = 1 << 20
 
@@ -381,6 +383,12 @@ LAYOUTS = {
 }
 
 
+#: Those whose files C code or a descriptor reads.
+UNSERVED = {"a descriptor, kept", "pyarrow.OSFile, kept"}
+#: SQLite's own.
+OWN_CACHE = {"SQLite, kept open"}
+
+
 # --- the law --------------------------------------------------------------------------------------
 
 
@@ -400,7 +408,10 @@ def requests(fs: SlowFS) -> dict[str, tuple[int, int, int]]:
     return {path: tuple(counts) for path, counts in paths.items()}
 
 
-def batches(kind: Any, dataset: Any, workers: int) -> list[Any]:
+def batches(
+    kind: Any, dataset: Any, workers: int, between: Callable[[int], None] = lambda _: None
+) -> list[Any]:
+    """Return the batches of all epochs; `between` is called with the number of each that begins."""
     loader = kind(
         dataset,
         4,
@@ -409,7 +420,11 @@ def batches(kind: Any, dataset: Any, workers: int) -> list[Any]:
         persistent_workers=workers > 0,
         generator=torch.Generator().manual_seed(5),
     )
-    return [batch for _ in range(EPOCHS) for batch in loader]
+    read = []
+    for epoch in range(EPOCHS):
+        between(epoch)
+        read += list(loader)
+    return read
 
 
 def check(
@@ -421,8 +436,15 @@ def check(
     requests(fs)
     expected = batches(DataLoader, Samples(fs.mountpoint, layout.read), workers)
     torchs = requests(fs)
-    wrapped = creel.wrap(Samples(fs.mountpoint, layout.read))
-    assert same(batches(kind, wrapped, workers), expected)
+    wrapped, last = creel.wrap(Samples(fs.mountpoint, layout.read)), []
+
+    def between(epoch: int) -> None:
+        last[:] = [fs.totals()["reads"]] if epoch == FILLED else last  # type: ignore[no-untyped-call]
+
+    assert same(batches(kind, wrapped, workers, between), expected)
+    if not layout.mapped and name not in OWN_CACHE:
+        idle = fs.totals()["reads"] == last[0]  # type: ignore[no-untyped-call]
+        assert idle == (name not in UNSERVED), "reads of the source once all is in memory"
     for path, (opens, reads, nbytes) in requests(fs).items():
         size = (folder / path).stat().st_size
         most = torchs[path]
@@ -445,11 +467,18 @@ def test_below_wrap_no_layout_reads_more_than_torch_but_once_per_file(
 
 
 KEPT_OPEN = [name for name in LAYOUTS if "kept" in name and not LAYOUTS[name].mapped]
+#: One of each kind of file, opened by each sample.
+PER_SAMPLE = ["HDF5, opened per sample", "Parquet, read_table", "npz, opened per sample"]
+PER_SAMPLE += ["jsonl, text", "plain files, a third of each"]
 
 
-@pytest.mark.parametrize("name", KEPT_OPEN)
 @pytest.mark.parametrize(
-    ("kind", "workers", "direct"), [(creel.DataLoader, 2, "auto"), (DataLoader, 0, "never")]
+    ("kind", "workers", "direct", "name"),
+    [
+        *((creel.DataLoader, 2, "auto", name) for name in KEPT_OPEN),
+        *((creel.DataLoader, 2, "never", name) for name in PER_SAMPLE),
+        *((DataLoader, 0, "never", name) for name in KEPT_OPEN),
+    ],
 )
 def test_nor_do_workers_or_torchs_own_loader(
     name: str,
@@ -462,37 +491,6 @@ def test_nor_do_workers_or_torchs_own_loader(
 ) -> None:
     monkeypatch.setenv("CREEL_LOADER__DIRECT", direct)
     check(name, source, daemon, kind, workers)
-
-
-#: Those whose files C code or a descriptor reads.
-UNSERVED = {
-    "a descriptor, kept",
-    "pyarrow.OSFile, kept",
-}
-
-
-@pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize(
-    "name",  # SQLite has a cache of its own
-    [name for name, layout in LAYOUTS.items() if not (layout.mapped or "SQLite" in name)],
-)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_python_opens_is_read_from_the_source_no_more_once_it_is_in_memory(
-    name: str, workers: int, source: SlowFS, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
-    LAYOUTS[name].write(Path(source.mountpoint).parent / "data")
-    dataset = creel.wrap(Samples(source.mountpoint, LAYOUTS[name].read))
-    order = torch.Generator().manual_seed(5)
-    loader = creel.DataLoader(
-        dataset, 4, True, num_workers=workers, persistent_workers=workers > 0, generator=order
-    )
-    reads = []
-    for _ in range(4):
-        list(loader)
-        reads.append(sum(n for _, n, _ in requests(source).values()))
-    assert reads[0] > 0
-    assert (reads[2:] == [0, 0]) == (name not in UNSERVED)
 
 
 @pytest.mark.usefixtures("daemon")

@@ -110,10 +110,15 @@ TREES: dict[str, Callable[[Any], Any]] = {
 
 
 @needs_fuse
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    "order, tree",
-    [*((order, "alone") for order in ORDERS), ("shuffled", "a subset"), ("shuffled", "parts")],
+    "order, tree, workers",
+    [
+        *((order, "alone", 0) for order in ORDERS),
+        ("shuffled", "alone", 2),
+        ("a rank's", "alone", 2),
+        ("shuffled", "a subset", 2),
+        ("shuffled", "parts", 0),
+    ],
 )
 def test_pages_are_there_before_a_sample_is_read(
     slow: Any, source: Path, workers: int, order: str, tree: str
@@ -193,8 +198,10 @@ LAYOUTS: dict[str, Callable[[Path], Any]] = {
 
 
 @needs_fuse
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, workers",
+    [*((layout, 0) for layout in LAYOUTS), ("an array", 2), ("tensors", 2), ("documents", 2)],
+)
 def test_what_layouts_map_is_known(source: Path, tmp_path: Path, layout: str, workers: int) -> None:
     folder = source.parent
     rows = np.fromfile(source, np.uint8).reshape(N, NBYTES)

@@ -79,8 +79,9 @@ def test_an_empty_file_among_others_is_empty_from_the_cache_too(
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("read", [CALLS["np.memmap"][2], read_mapped, read_directly])
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(
+    ("read", "tree"), [(CALLS["np.memmap"][2], False), (read_mapped, True), (read_directly, True)]
+)
 def test_whole_files_are_cached_where_the_person_says_so(
     read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tree: bool
 ) -> None:
@@ -98,9 +99,15 @@ def test_whole_files_are_cached_where_the_person_says_so(
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("call", ["np.load npy", "open, text"])
+@pytest.mark.parametrize(
+    ("call", "workers", "kind"),
+    [
+        ("np.load npy", 0, DataLoader),
+        ("np.load npy", 2, creel.DataLoader),
+        ("open, text", 0, creel.DataLoader),
+        ("open, text", 2, DataLoader),
+    ],
+)
 def test_files_rewritten_between_epochs_give_their_new_bytes(
     call: str, workers: int, kind: Any, tmp_path: Path
 ) -> None:

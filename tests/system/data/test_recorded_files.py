@@ -123,8 +123,7 @@ def test_odd_ways_of_reading_give_what_they_give(
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("read", [10_000, 2_000])
+@pytest.mark.parametrize(("read", "workers"), [(10_000, 0), (2_000, 2)])
 def test_a_file_of_several_samples_is_opened_only_by_the_daemon_and_once(
     slow: SlowFiles, read: int, workers: int
 ) -> None:

@@ -101,8 +101,8 @@ def use(loader: Any, way: str, seen: list[weakref.ref[Any]]) -> None:
     "kind, options",
     [
         *((kind, {}) for kind in ("own", "bad", "wrap", "files", "records")),
-        *((kind, {"num_workers": 1}) for kind in ("own", "bad", "files")),
-        *((kind, {"num_workers": 1, "persistent": 1}) for kind in ("bad", "wrap", "records")),
+        *((kind, {"num_workers": 1}) for kind in ("bad", "files")),
+        *((kind, {"num_workers": 1, "persistent": 1}) for kind in ("wrap", "records")),
     ],
 )
 def test_all_is_freed_with_the_loader(kind: str, options: dict[str, Any], tmp_path: Path) -> None:

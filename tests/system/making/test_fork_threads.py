@@ -66,7 +66,7 @@ assert not any(threads), threads
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["own", "mapped", "wrap", "files", "records", "mixed"])
+@pytest.mark.parametrize("kind", ["mapped", "wrap", "records", "mixed"])
 def test_no_thread_is_there_when_workers_are_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

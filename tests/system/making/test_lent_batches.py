@@ -193,8 +193,7 @@ def check(batches: list[Any]) -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-@pytest.mark.parametrize("workers", ["own", "shared"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers, persistent", [("own", True), ("shared", False)])
 def test_a_slot_is_not_written_before_its_batch_is_copied(
     device: LateDevice, workers: str, persistent: bool
 ) -> None:

@@ -23,11 +23,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.cache.storage import lookup
+from creel.cache.storage import lister, lookup
 from creel.cache.storage.buckets.find import bucket_of
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import arrow_store, lister, obstore_store
+from creel.cache.storage.stores import arrow_store, obstore_store
 from creel.cache.storage.stores.access import options_of
 from creel.cache.storage.stores.requests import Requests
 from creel.cache.storage.stores.retry import retried

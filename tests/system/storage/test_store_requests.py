@@ -99,8 +99,16 @@ def tars(**more: Any) -> Dataset[Any]:
     return creel.TarDataset("s3://bucket/shard.tar", **more)
 
 
-@pytest.mark.parametrize("loader, workers", [(DataLoader, 0), (creel.DataLoader, 1)])
-@pytest.mark.parametrize("make", [files, sized, records, tars])
+@pytest.mark.parametrize(
+    "make, loader, workers",
+    [
+        (files, DataLoader, 0),
+        (files, creel.DataLoader, 1),
+        (sized, creel.DataLoader, 1),
+        (records, DataLoader, 0),
+        (tars, creel.DataLoader, 1),
+    ],
+)
 def test_an_object_costs_one_request(
     s3: S3, daemon_name: str, make: Callable[[], Any], loader: type, workers: int
 ) -> None:

@@ -153,6 +153,16 @@ def test_the_end_of_a_slurm_job_leaves_the_folder_to_others_that_begin(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_release_leaves_no_page_that_says_there_is_none() -> None:
+    """And CHANGELOG has its date, which `check` asks for."""
+    release = runpy.run_path(str(ROOT / "scripts/release.py"))
+    pages = {name: (ROOT / name).read_text() for name in release["PAGES"]}
+    dated = {name: release["released"](text, "2026-12-01") for name, text in pages.items()}
+    assert [name for name, text in dated.items() if "been released yet" in text] == []
+    assert f"\n## {release['VERSION']} - " in dated["CHANGELOG.md"]
+    assert {name: release["released"](text, "2027-01-01") for name, text in dated.items()} == dated
+
+
 def test_a_release_is_not_built_in_a_clone_nor_unchecked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,14 @@
 """Listings by obstore, in a process of its own: page by page, and no thread of it in the caller's.
 
 A training process lists before it forks workers, which obstore's threads would not survive
-(`obstore_store.py`). pyarrow's client, which can be used there, gives all of a folder in one piece:
-of a million keys nobody would know for minutes how far it is.
+(`stores/obstore_store.py`). pyarrow's client, which can be used there, gives all of a folder in
+one piece: of a million keys nobody would know for minutes how far it is.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import subprocess
@@ -19,8 +20,6 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
-
-import msgspec
 
 from creel.cache.storage.buckets.bucket import Bucket
 from creel.cache.storage.buckets.find import bucket_of
@@ -38,38 +37,6 @@ _FOLDERS_AT_ONCE, _MAX_FOLDERS = 16, 1000
 #: Of errors after which another client is to list: no way to say a key, and no such process here.
 UNABLE = frozenset({errno.EILSEQ, errno.ENOSYS, errno.EAGAIN, errno.ENOMEM})
 _SIZE_NBYTES = 4
-
-
-class _Question(msgspec.Struct):
-    root: str
-    options: dict[str, Any]
-    fetch: FetchSettings
-
-    def bucket(self) -> Bucket:
-        bucket = bucket_of(self.root, self.options)
-        if bucket is None:
-            raise SourceError(0, "the server of the bucket is not known", public(self.root))
-        return bucket
-
-
-class _Keys(msgspec.Struct, tag=True, array_like=True):
-    """A page: names below the root, and sizes."""
-
-    rows: list[tuple[str, int]]
-
-
-class _Failure(msgspec.Struct, tag=True, array_like=True):
-    number: int
-    reason: str
-
-
-class _End(msgspec.Struct, tag=True, array_like=True):
-    requests: int
-
-
-_encoder = msgspec.msgpack.Encoder()
-_questions = msgspec.msgpack.Decoder(_Question)
-_answers = msgspec.msgpack.Decoder(_Keys | _Failure | _End)
 
 
 def listed(
@@ -94,14 +61,15 @@ def _listed(
     root: str, options: dict[str, Any], settings: FetchSettings
 ) -> Iterator[tuple[str, int]]:
     safe = ["-P"] if sys.version_info >= (3, 11) else []
-    command = [sys.executable, *safe, "-m", "creel.cache.storage.stores.lister"]
+    command = [sys.executable, *safe, "-m", "creel.cache.storage.lister"]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(  # noqa: S603  our own interpreter and module
         command, stdin=pipe, stdout=pipe, stderr=nowhere
     ) as process:
         ask, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
         try:
-            ask.write(_encoder.encode(_Question(root, options, settings)))
+            fetch = {name: getattr(settings, name) for name in settings.__struct_fields__}
+            ask.write(json.dumps([root, options, fetch]).encode())
             ask.close()
             yield from _received(root, answers)
         finally:
@@ -110,13 +78,13 @@ def _listed(
 
 def _received(root: str, pipe: IO[bytes]) -> Iterator[tuple[str, int]]:
     while size := pipe.read(_SIZE_NBYTES):
-        answer = _answers.decode(pipe.read(int.from_bytes(size, "little")))
-        if isinstance(answer, _Keys):
-            yield from answer.rows
+        kind, answer = json.loads(pipe.read(int.from_bytes(size, "little")))
+        if kind == "keys":
+            yield from ((name, nbytes) for name, nbytes in answer)
             continue
-        if isinstance(answer, _Failure):
-            raise SourceError(answer.number, answer.reason, public(root))
-        _log.info("%s: listed by %d requests", public(root), answer.requests)
+        if kind == "failed":
+            raise SourceError(*answer, public(root))
+        _log.info("%s: listed by %d requests", public(root), answer)
         return
     raise SourceError(errno.ENOSYS, "the process that lists it has ended", public(root))
 
@@ -174,24 +142,31 @@ def _pages(store: ObstoreStore, root: str, folder: str, ask: Callable[..., Any])
 
 def main() -> None:
     """Answer the question on standard input."""
-    asked = _questions.decode(sys.stdin.buffer.read())
-    lock, requests = threading.Lock(), Requests()
+    root, options, fetch = json.load(sys.stdin.buffer)
+    lock, requests, settings = threading.Lock(), Requests(), FetchSettings(**fetch)
 
-    def say(answer: _Keys | _Failure | _End) -> None:
-        data = _encoder.encode(answer)
+    def say(kind: str, answer: object) -> None:
+        data = json.dumps([kind, answer]).encode()
         with lock:
             sys.stdout.buffer.write(len(data).to_bytes(_SIZE_NBYTES, "little") + data)
             sys.stdout.buffer.flush()
 
     try:
-        store = ObstoreStore(asked.bucket(), asked.fetch.deadline_s, requests)
-        ask = partial(retried, asked.fetch, uri=asked.root, options=lambda: asked.options)
-        list_below(store, asked.root, ask, lambda page: say(_Keys(page)))
+        store = ObstoreStore(_bucket(root, options), settings.deadline_s, requests)
+        ask = partial(retried, settings, uri=root, options=lambda: options)
+        list_below(store, root, ask, partial(say, "keys"))
     except Exception as e:  # noqa: BLE001  stores raise what they like
-        error = source_error(e, asked.root, asked.options)
-        say(_Failure(error.errno or 0, error.strerror or ""))
+        error = source_error(e, root, options)
+        say("failed", [error.errno or 0, error.strerror or ""])
     else:
-        say(_End(requests.snapshot()["LIST"]))
+        say("end", requests.snapshot()["LIST"])
+
+
+def _bucket(root: str, options: Mapping[str, Any]) -> Bucket:
+    bucket = bucket_of(root, options)
+    if bucket is None:
+        raise SourceError(0, "the server of the bucket is not known", public(root))
+    return bucket
 
 
 if __name__ == "__main__":
