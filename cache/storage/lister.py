@@ -83,7 +83,8 @@ def _received(root: str, pipe: IO[bytes]) -> Iterator[tuple[str, int]]:
             yield from ((name, nbytes) for name, nbytes in answer)
             continue
         if kind == "failed":
-            raise SourceError(*answer, public(root))
+            number, reason = answer
+            raise SourceError(number, reason, public(root))
         _log.info("%s: listed by %d requests", public(root), answer)
         return
     raise SourceError(errno.ENOSYS, "the process that lists it has ended", public(root))
