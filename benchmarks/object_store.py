@@ -1,7 +1,7 @@
 """Epochs over objects in an S3 store that is 20 ms away: samples/s, CPU, and requests per sample.
 
     python benchmarks/object_store.py [--samples N] [--nbytes 100000] [--latency .02] [--rate 0]
-                                      [--workers 4] [--memory 1.1 .5] [--endpoint http://127.0.0.1:7480]
+                                      [--workers 4] [--rounds 1] [--memory 1.1 .5] [--endpoint http://127.0.0.1:7480]
 
 Readers of raw objects and of chunks, with the same workers and samples, in a random order: torch
 with boto3, s3torchconnector and obstore, LitData's raw files and its chunks, WebDataset, MosaicML
@@ -22,6 +22,7 @@ import io
 import multiprocessing
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -103,12 +104,13 @@ def obstore() -> Callable[[str], bytes]:
     return lambda key: bytes(store.get(key).bytes())
 
 
-def litdata_raw(**options: Any) -> Iterable[int]:
+def litdata_raw(folder: str, **options: Any) -> Iterable[int]:
     from litdata import StreamingRawDataset
     from litdata.streaming import downloader
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001  it has no way for it
-    data = StreamingRawDataset(f"s3://{BUCKET}/raw", storage_options=endpoint())
+    given: Any = {"storage_options": endpoint(), "cache_dir": folder, "recompute_index": True}
+    data = StreamingRawDataset(f"s3://{BUCKET}/raw", **given)
     return DataLoader(data, **options)
 
 
@@ -267,7 +269,11 @@ def upload(root: Path) -> None:
 # --- measuring --------------------------------------------------------------------------------
 
 
-def run(name: str, make: Reader, args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
+#: By reader, epoch and column: the figures of all rounds.
+Figures = dict[tuple[str, int], dict[str, list[float]]]
+
+
+def run(name: str, make: Reader, args: argparse.Namespace, figures: Figures) -> None:
     options: dict[str, Any] = {"batch_size": 32, "shuffle": True, "num_workers": args.workers}
     loader = make(**options, collate_fn=lengths, persistent_workers=True)
     for epoch in range(1, EPOCHS + 1):
@@ -275,11 +281,22 @@ def run(name: str, make: Reader, args: argparse.Namespace, rows: list[dict[str, 
         start, cpu = time.monotonic(), tree_cpu_s()
         assert sum(loader) == args.samples * args.nbytes, name
         seconds, cpu = time.monotonic() - start, tree_cpu_s() - cpu
-        requests = args.link.counts().total()
-        row: dict[str, object] = {"reader": name, "epoch": epoch}
-        row |= {"samples/s": round(args.samples / seconds)}
-        row |= {"requests/sample": round(requests / args.samples, 3)}
-        rows.append(row | {"CPU s/1000": round(1000 * cpu / args.samples, 2)})
+        columns = figures.setdefault((name, epoch), {})
+        for column, figure in (
+            ("samples/s", args.samples / seconds),
+            ("requests/sample", args.link.counts().total() / args.samples),
+            ("CPU s/1000", 1000 * cpu / args.samples),
+        ):
+            columns.setdefault(column, []).append(figure)
+
+
+def rows_of(figures: Figures) -> list[dict[str, object]]:
+    """Return a row for each reader and epoch: medians of all rounds."""
+    return [
+        {"reader": name, "epoch": epoch}
+        | {column: round(statistics.median(values), 3) for column, values in columns.items()}
+        for (name, epoch), columns in figures.items()
+    ]
 
 
 def installed(name: str) -> bool:
@@ -292,33 +309,45 @@ def loads(name: str) -> bool:
     return installed(name) and not subprocess.call(command)
 
 
-def peers(args: argparse.Namespace, keys: list[str], shards: list[str]) -> dict[str, Reader]:
-    """Return the readers that are not creel's."""
+def peers(
+    args: argparse.Namespace, keys: list[str], shards: list[str], cache: str
+) -> dict[str, Reader]:
+    """Return the readers that are not creel's; what they keep on disk lies in `cache`."""
     readers: dict[str, Reader] = {}
     for client in (boto3, s3torchconnector, obstore):
         if installed(client.__name__):
             readers[f"torch, {client.__name__}"] = partial(DataLoader, Raw(keys, client))
     if args.endpoint and installed("litdata"):
-        readers["LitData, raw files"] = litdata_raw
-        readers["LitData, chunks"] = partial(litdata_chunks, f"{args.cache}/chunks")
+        readers["LitData, raw files"] = partial(litdata_raw, f"{cache}/raw")
+        readers["LitData, chunks"] = partial(litdata_chunks, f"{cache}/chunks")
     if args.mosaicml:
-        readers["MosaicML Streaming"] = partial(mosaicml, f"{args.cache}/mds")
+        readers["MosaicML Streaming"] = partial(mosaicml, f"{cache}/mds")
     if installed("webdataset") and installed("boto3") and shutil.which("curl"):
         readers["WebDataset"] = partial(webdataset, shards)
     return readers
 
 
 def compare(args: argparse.Namespace, shards: list[str]) -> list[dict[str, object]]:
+    """Let all readers have a turn in each round."""
+    figures: Figures = {}
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            compare_once(args, shards, cache, figures)
+    return rows_of(figures)
+
+
+def compare_once(args: argparse.Namespace, shards: list[str], cache: str, figures: Figures) -> None:
     keys = [f"raw/{i:06}.bin" for i in range(args.samples)]
-    rows: list[dict[str, object]] = []
-    for name, reader in peers(args, keys, shards).items():
-        run(name, reader, args, rows)
+    for name, reader in peers(args, keys, shards, cache).items():
+        run(name, reader, args, figures)
     sizes = [args.nbytes] * args.samples
     files = creel.FileDataset([f"s3://{BUCKET}/{key}" for key in keys], nbytes=sizes)
-    run("torch, creel's dataset", partial(DataLoader, files), args, rows)
+    run("torch, creel's dataset", partial(DataLoader, files), args, figures)
     datasets: dict[str, Dataset[Any]] = {
         "FileDataset": files,
-        "TarDataset": creel.TarDataset([f"s3://{BUCKET}/{shard}" for shard in shards]),
+        "TarDataset": creel.TarDataset(
+            [f"s3://{BUCKET}/{shard}" for shard in shards], index=f"{cache}/index"
+        ),
         "creel.wrap": creel.wrap(Read(keys)),
     }
     for share in args.memory:
@@ -327,8 +356,7 @@ def compare(args: argparse.Namespace, shards: list[str]) -> list[dict[str, objec
             with fresh_name() as name:
                 settings = {"daemon.name": name, "memory.budget": budget}
                 reader = partial(creel.DataLoader, data, creel=settings)
-                run(f"creel, {kind}, memory for {share:g}", reader, args, rows)
-    return rows
+                run(f"creel, {kind}, memory for {share:g}", reader, args, figures)
 
 
 def main() -> None:
@@ -338,6 +366,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.02)
     parser.add_argument("--rate", type=float, default=0, help="bytes a second, 0: no limit")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--memory", type=float, nargs="+", default=[1.1, 0.5])
     parser.add_argument("--endpoint", default="", help="of a store on this machine")
     args = parser.parse_args()
@@ -346,7 +375,7 @@ def main() -> None:
             del os.environ[name]
     os.environ["AWS_EC2_METADATA_DISABLED"] = os.environ["AWS_ALLOW_HTTP"] = "true"
     os.environ["AWS_REGION"] = os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
-    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as args.cache:
+    with tempfile.TemporaryDirectory() as root:
         args.mosaicml = installed("boto3") and loads("streaming")
         bucket = Path(root) / BUCKET
         shards = write(bucket, args.samples, args.nbytes)

@@ -17,6 +17,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, TypeVar
 
+from creel.cache.storage import lister
 from creel.cache.storage.manifest import ANY, UNKNOWN
 from creel.cache.storage.stores.access import ARROW, Options, options_of
 from creel.cache.storage.stores.remote import Stores, store_key
@@ -238,7 +239,13 @@ def list_remote(
 
     def listed(store: Store) -> Listing:
         entries.clear()
-        entries.extend(store.list(root))
+        given, settings = options_of(scheme_of(root), options), stores().settings
+        try:
+            entries.extend(lister.listed(root, given, settings) or store.list(root))
+        except OSError as e:
+            if e.errno not in lister.UNABLE:
+                raise
+            entries[:] = store.list(root)
         return in_walk_order(entries)
 
     with _creel_errors():

@@ -24,7 +24,6 @@ import xxhash
 
 KEY, SECRET = "AKIACREELTESTBED", "hush-hush-not-to-be-told"
 CUT, SHORT = 0, -1  # faults without a status
-_PAGE = 100  # keys in one page of a listing
 #: Two writes of a file may have one time; tests replace smaller ones than this.
 _REPLACED_NBYTES = 4 << 20
 
@@ -50,6 +49,8 @@ class S3:
         self.refusal: tuple[int, str] | None = None
         #: Whether If-Match is heeded, as not all servers do.
         self.heeds_if_match = True
+        #: Most keys in one page of a listing; of the first listings, each fourth fails so often.
+        self.page, self.fail_lists = 100, 0
         #: Called at each fault.
         self.on_fault: Callable[[], object] = lambda: None
         self._fails: list[tuple[int, str]] = []
@@ -170,7 +171,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404, "NoSuchBucket")
         elif not key:
             self.s3.count["lists"] += 1
-            self._list(folder, {k: v[0] for k, v in parse_qs(parts.query).items()})
+            number = self.s3.count["lists"]
+            if number % 4 == 0 and number <= 4 * self.s3.fail_lists:
+                self._error(503, "SlowDown")
+            else:
+                self._list(folder, {k: v[0] for k, v in parse_qs(parts.query).items()})
         elif not (folder / key).is_file():
             self._error(404, "NoSuchKey")
         else:
@@ -199,8 +204,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(206 if span else 200, data, head, cut=fault == CUT)
 
     def _list(self, folder: Path, asked: dict[str, str]) -> None:
-        prefix, after = asked.get("prefix", ""), asked.get("continuation-token", "")
-        limit = min(int(asked.get("max-keys", _PAGE)), _PAGE)
+        prefix, after = (
+            asked.get("prefix", ""),
+            asked.get("continuation-token", asked.get("start-after", "")),
+        )
+        limit = min(int(asked.get("max-keys", self.s3.page)), self.s3.page)
         files = (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
         delimiter = asked.get("delimiter", "")
         keys = {_cut(key, prefix, delimiter) for key in files if key.startswith(prefix)}

@@ -232,8 +232,9 @@ class ArrowStore:
         base = self._path(root).rstrip("/")
         listing = self._info(fs.FileSelector(base)) if self._lists_folders else []
         folders = [info.path for info in listing if info.type is fs.FileType.Directory]
-        # Too many may cost more requests than all their keys.
-        if not self._lists_folders or len(folders) > _MAX_FOLDERS:
+        # Too many may cost more requests than all their keys. `base` itself is the answer for keys
+        # with an empty part ("base//x").
+        if not self._lists_folders or base in folders or len(folders) > _MAX_FOLDERS:
             folders, listing = [base], []
 
         def below(folder: str) -> Any:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import md5
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from creel.cache.memory.buffers import copy_over, cut
@@ -53,7 +53,9 @@ _JOINED_NBYTES = 8 << 20
 _LARGE_NBYTES = 64 << 20
 _PART_NBYTES = 16 << 20
 _PARTS_AT_ONCE = 4
-_PAGE = 1000  # keys, the most that one answer lists
+PAGE = 1000  # keys, the most that one answer lists
+#: Names below a root, and sizes.
+Page: TypeAlias = list[tuple[str, int]]
 #: obstore's time-out of a request is not used, as objects may be large, but `_get` has one.
 _WHOLE_REQUEST = timedelta(days=1)
 
@@ -61,6 +63,11 @@ _WHOLE_REQUEST = timedelta(days=1)
 _MD5 = re.compile(r'"?[0-9a-f]{32}"?')
 _MAX_ODD = 64
 _REPLACED = "was replaced while it was read"
+#: By the names of obstore's errors.
+_OF_KIND = {
+    "PreconditionError": (errno.ESTALE, _REPLACED),
+    "InvalidPathError": (errno.EILSEQ, "a key has an empty part, or a control character"),
+}
 _STATUS = re.compile(r"(?:status code|status): (\d{3})\b")
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -191,18 +198,48 @@ class ObstoreStore(OneRequestStore):
         return int(meta["size"]), self._version_of(meta)
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
+        for page in self.pages(root):
+            yield from page
+
+    def pages(self, root: str, folder: str = "", after: str = "") -> Iterator[Page]:
+        """Yield a listing, a request at a time: of a folder below `root`, behind a name."""
         import obstore
 
         base = _path(root).rstrip("/")
-        pages = iter(obstore.list(self._client(), base or None, chunk_size=_PAGE))
-        below = len(base) + 1 if base else 0
-        more = True
-        while more:
+        where = [f"{base}/{name}".strip("/") or None for name in (folder, after)]
+        offset = where[1] if after else None
+        answers = iter(obstore.list(self._client(), where[0], offset=offset, chunk_size=PAGE))
+        while True:
             with self._request("LIST", root):
-                page = next(pages, ())
-            more = bool(page)
-            for meta in page:
-                yield meta["path"][below:], int(meta["size"])
+                page = next(answers, ())
+            if not page:
+                return
+            yield _rows(page, base)
+
+    def folder(self, root: str) -> tuple[Page, Sequence[str]]:
+        """Return the files of a folder, and its folders."""
+        import obstore
+
+        base = _path(root).rstrip("/")
+        with self._request("LIST", root):
+            answer = obstore.list_with_delimiter(self._client(), base or None)
+        folders = [path[len(base) :].strip("/") for path in answer["common_prefixes"]]
+        return _rows(answer["objects"], base), folders
+
+    def files_of(self, root: str, page: Page) -> Page:
+        """Return the objects of a page without those that stand for folders ("name/").
+
+        obstore lists them without their slash, and as empty: no object has that name.
+        """
+        empty = [name for name, nbytes in page if not nbytes]
+        base = _path(root).rstrip("/")
+        answers = of_each(lambda name: self._head_of(root, f"{base}/{name}".lstrip("/")), empty)
+        markers = {
+            name
+            for name, answer in zip(empty, answers, strict=True)
+            if isinstance(answer, FileNotFoundError)
+        }
+        return [row for row in page if row[0] and row[0] not in markers]
 
     def _version_of(self, meta: Any) -> int:
         """Return the same version as `arrow_store.py` for an object with a tag."""
@@ -210,10 +247,13 @@ class ObstoreStore(OneRequestStore):
         return version.of_tag(tag)
 
     def _head(self, uri: str) -> Any:
+        return self._head_of(uri, _path(uri))
+
+    def _head_of(self, uri: str, path: str) -> Any:
         import obstore
 
         with self._request("HEAD", uri):
-            return obstore.head(self._client(), _path(uri))
+            return obstore.head(self._client(), path)
 
     def _get(
         self,
@@ -323,20 +363,21 @@ def _translated(error: Exception, uri: str) -> Exception:
     """Return what went wrong as an error of Python's; obstore has little more than texts."""
     text = str(error)
     status, code, beyond = _STATUS.search(text), _CODE.search(text), _BEYOND.search(text)
-    if type(error).__name__ == "PreconditionError":
-        return OSError(errno.ESTALE, _REPLACED)
-    if beyond or (status and status[1] == "416"):
+    if known := _OF_KIND.get(type(error).__name__):
+        return OSError(*known)
+    number = int(status[1]) if status else 0
+    if beyond or number == 416:
         return SourceError(errno.ENODATA, "is shorter than the manifest says", uri)
     if code and code[1] in _NO_BUCKET:
         return SourceNotFoundError(errno.ENOENT, "there is no such bucket", uri)
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or number == 404:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
     if "redirect without LOCATION" in text:
         return AnswerError(301, "PermanentRedirect")
-    if status:
+    if number:
         word = code[1] if code else ""
         late = word == "RequestTimeout"  # which S3 sends with 400
-        return AnswerError(408 if late else int(status[1]), word)
+        return AnswerError(408 if late else number, word)
     if "TimedOut" in text or "kind: Timeout" in text:
         return TimeoutError(errno.ETIMEDOUT, "no answer in time")
     if why := unreachable(text):
@@ -370,10 +411,8 @@ def _path(uri: str) -> str:
     return unquote(urlsplit(uri).path).lstrip("/")
 
 
-def _version_of(meta: Any) -> int:
-    """Return the same version as `arrow_store.py` for an object with a tag."""
-    tag = meta["e_tag"] or f"{meta['last_modified'].isoformat()} {meta['size']}"
-    return version.of_tag(tag)
+def _rows(metas: Sequence[Any], base: str) -> Page:
+    return [(meta["path"][len(base) :].lstrip("/"), int(meta["size"])) for meta in metas]
 
 
 def _into(buffers: list[memoryview]) -> Callable[[bytes], None]:

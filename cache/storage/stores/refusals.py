@@ -10,6 +10,7 @@ EXPIRED = "ExpiredToken"
 _MEANINGS = {
     EXPIRED: "the keys have expired",
     "RequestExpired": "the keys have expired",
+    "InvalidToken": "the session token is wrong",
     "RequestTimeTooSkewed": "the clock of this machine is wrong",
     "SignatureDoesNotMatch": "the secret key does not fit the access key",
     "AuthorizationHeaderMalformed": "check the region",

@@ -12,6 +12,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -22,10 +23,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.cache.storage import lookup
+from creel.cache.storage import lister, lookup
+from creel.cache.storage.buckets.find import bucket_of
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import arrow_store
+from creel.cache.storage.stores import arrow_store, obstore_store
+from creel.cache.storage.stores.access import options_of
+from creel.cache.storage.stores.requests import Requests
+from creel.cache.storage.stores.retry import retried
 from creel.cache.storage.version import MISSING
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.loader.client.client import Client
@@ -133,17 +138,36 @@ def test_a_second_epoch_asks_the_store_for_nothing(s3: S3, daemon_name: str) -> 
         client.ask("stop")
 
 
+@pytest.mark.parametrize("client", ["obstore", "pyarrow"])
 @pytest.mark.parametrize("most", [0, 1000])
 def test_a_listing_has_every_key_once_however_many_folders_are_listed_at_once(
-    s3: S3, bucket: Path, monkeypatch: pytest.MonkeyPatch, most: int
+    s3: S3, bucket: Path, monkeypatch: pytest.MonkeyPatch, most: int, client: str
 ) -> None:
-    monkeypatch.setattr(arrow_store, "_MAX_FOLDERS", most)
+    """A page of it that fails is asked for again, not the others."""
+    s3.page = 10
     rows: list[tuple[str, int]] = []
-    listed = lookup.list_remote("s3://bucket", None, rows)
+    if client == "obstore":
+        pytest.importorskip("obstore")
+        monkeypatch.setattr(lister, "_MAX_FOLDERS", most)
+        monkeypatch.setattr(obstore_store, "PAGE", 10)
+        monkeypatch.setattr(lister, "PAGE", 10)
+        server = bucket_of("s3://bucket", options_of("s3", None))
+        assert server is not None
+        store = obstore_store.ObstoreStore(server, 5.0, Requests())
+        s3.fail_lists = 3
+        ask = partial(retried, FetchSettings(backoff_s=0.001), uri="s3://bucket")
+        lister.list_below(store, "s3://bucket", ask, rows.extend)
+        listed = lookup.in_walk_order(rows)
+        requests = 1 + 1 + 13 + 3
+    else:
+        monkeypatch.setattr(lister, "find_spec", lambda _: None)
+        monkeypatch.setattr(arrow_store, "_MAX_FOLDERS", most)
+        listed = lookup.list_remote("s3://bucket", None, rows)
+        requests = 1 + (13 if most else 14)
     assert listed.names == lookup.walk(str(bucket)).names
     assert listed.nbytes == [(bucket / name).stat().st_size for name in listed.names]
     assert sorted(name for name, _ in rows) == sorted(listed.names), "so far, for people"
-    assert s3.count["lists"] == (3 if most else 1 + 2)
+    assert s3.count["lists"] == requests
 
 
 def test_a_listing_is_taken_again_while_its_marker_says_that_nothing_changed(

@@ -504,12 +504,12 @@ def test_a_refusal_is_one_clear_sentence_at_once(
 def test_a_refusal_is_one_clear_sentence_before_there_is_a_dataset(
     s3: S3, ask: Callable[[], Any], status: int, code: str, says: str
 ) -> None:
-    """The other client asks then; an answer to HEAD has only the status."""
+    """A size is asked for by the other client; an answer to HEAD has only the status."""
     s3.refusal = status, code
     with pytest.raises((ConfigError, NotFoundError), match=says) as failed:
         ask()
     assert "AWS Error" not in str(failed.value)
-    assert s3.count["refused"] <= 3
+    assert s3.count["refused"] <= 4
 
 
 @pytest.mark.parametrize("ask", [files_below, records])
@@ -536,10 +536,10 @@ def test_a_wrong_endpoint_is_one_clear_sentence_soon(
     monkeypatch.setattr(retry, "_warn", lambda *_: tries.append(1))
     with pytest.raises(SourceError, match=f"{says} .*{server}"):
         ask()
-    assert len(tries) == 1
+    assert len(tries) == (ask is records), "a listing's are in a process of its own"
     with pytest.raises(SourceError, match=f"{says} .*{server}"):
         creel.read("s3://bucket/large")
-    assert len(tries) == 1 + FetchSettings().attempts - 1
+    assert len(tries) == (ask is records) + FetchSettings().attempts - 1
 
 
 def test_expired_keys_are_renewed_once(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
