@@ -444,7 +444,8 @@ def check(
     requests(fs)
     expected = batches(DataLoader, Samples(fs.mountpoint, layout.read), workers)
     torchs = requests(fs)
-    wrapped, last = creel.wrap(Samples(fs.mountpoint, layout.read)), []
+    wrapped = creel.wrap(Samples(fs.mountpoint, layout.read))
+    last: list[int] = []
 
     def between(epoch: int) -> None:
         last[:] = [fs.totals()["reads"]] if epoch == FILLED else last  # type: ignore[no-untyped-call]

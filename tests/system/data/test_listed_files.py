@@ -233,7 +233,7 @@ def test_names_made_of_columns_are_read_ahead_from_the_middle_of_the_first_epoch
     ours, theirs = source.loaders(Names, num_workers=workers)
     batches = iter(ours)
     got = [next(batches) for _ in range(N // BATCH // 2)]
-    until(lambda: reads_of(ours.dataset).supposed() is not None, event="the columns are known")  # type: ignore[union-attr]  # wrapped
+    until(lambda: reads_of(ours.dataset).supposed() is not None, event="the columns are known")
     got.append(next(batches))  # it begins to look for a session
     until(served, event="the daemon knows the files")
     got += batches
