@@ -8,9 +8,9 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from creel.loader.making.places.made import Event, Made
@@ -91,7 +91,7 @@ class Pinner:
         except Exception:  # noqa: BLE001  what a user's pin_memory() raises is the result
             where = f"in pin memory thread for device {self._pinning.index}"
             data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
-        return replace(event, data=data, inbox=None, lent=lent)
+        return msgspec.structs.replace(event, data=data, inbox=None, lent=lent)
 
     def _locked(self, event: Made) -> bool:
         """Lock the pages of a batch's slots; False, for good, if CUDA cannot."""
