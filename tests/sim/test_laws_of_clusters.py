@@ -203,7 +203,7 @@ def test_nodes_that_do_not_reach_each_other_read_the_source_until_they_do(
 
 
 def test_a_node_that_joins_an_epoch_later_takes_over_what_the_others_know() -> None:
-    order = job(4)
+    order = job(4, 1920)
     nodes = Nodes(4, order, 0.9)
     nodes.late.add(0)
     nodes.run(2)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import creel
 from creel.loader.data.datasets import mapped
 from creel.loader.data.datasets.mapped import BATCHES, MappedFiles
-from kit import dropped
+from kit import dropped, until
 
 COUNT, NBYTES = 3000, 1537  # records that begin anywhere in a page
 
@@ -134,7 +134,7 @@ def test_a_file_that_left_the_page_cache_is_read_and_given_up(
     if not dropped(path):
         pytest.skip("this file system keeps its pages")
     files = mapping_of(path)
-    assert dropped(path)
+    until(lambda: dropped(path), event="the kernel has dropped its pages")
     offsets, out, into = asked(range(1, COUNT, 100))
     assert files.read(str(path), offsets, out, into)
     assert np.array_equal(out, rows[1::100])
