@@ -1,7 +1,8 @@
 """Epochs over objects in an S3 store that is 20 ms away: samples/s, CPU, and requests per sample.
 
     python benchmarks/object_store.py [--samples N] [--nbytes 100000] [--latency .02] [--rate 0]
-                                      [--workers 4] [--rounds 1] [--memory 1.1 .5] [--endpoint http://127.0.0.1:7480]
+                                      [--workers 4] [--rounds 1] [--memory 1.1 .5] [--only NAME ...]
+                                      [--endpoint http://127.0.0.1:7480]
 
 Readers of raw objects and of chunks, with the same workers and samples, in a random order: torch
 with boto3, s3torchconnector and obstore, LitData's raw files and its chunks, WebDataset, MosaicML
@@ -274,6 +275,8 @@ Figures = dict[tuple[str, int], dict[str, list[float]]]
 
 
 def run(name: str, make: Reader, args: argparse.Namespace, figures: Figures) -> None:
+    if not any(part in name for part in args.only):
+        return
     options: dict[str, Any] = {"batch_size": 32, "shuffle": True, "num_workers": args.workers}
     loader = make(**options, collate_fn=lengths, persistent_workers=True)
     for epoch in range(1, EPOCHS + 1):
@@ -369,6 +372,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--memory", type=float, nargs="+", default=[1.1, 0.5])
     parser.add_argument("--endpoint", default="", help="of a store on this machine")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of readers' names")
     args = parser.parse_args()
     if not args.endpoint:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
