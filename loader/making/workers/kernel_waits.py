@@ -25,8 +25,6 @@ _BY_PATH = {
     "x86_64": {2: 0, 257: 1, 437: 1, 4: 0, 6: 0, 262: 1, 332: 1, 21: 0, 269: 1},
     "aarch64": {56: 1, 437: 1, 79: 1, 291: 1, 48: 1},
 }
-#: Of close, which waits for network and user file systems; its descriptor is gone by then.
-_CLOSE = {"x86_64": 3, "aarch64": 57}
 #: Of futex, in which a thread waits for another one.
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _FAULT = -1  # a page of a mapped file
@@ -107,8 +105,6 @@ def awaited(pid: int, thread: int) -> KernelWait:
             return _NOTHING
         if call[0] == _FAULT:
             return KernelWait(storage=True, path=_mapped_file(pid), mapped=True)
-        if call[0] == _CLOSE.get(machine):
-            return KernelWait(storage=True)
         if call[0] in _READS.get(machine, ()):
             return _of_file(_link(pid, f"fd/{call[1]}"))
         argument = _BY_PATH.get(machine, {}).get(call[0])

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -85,26 +82,6 @@ def test_the_file_whose_open_a_thread_waits_for_is_named(
     )
     path.write_bytes(b"")
     thread.join()
-
-
-def test_a_close_that_waits_is_one_for_storage() -> None:
-    """A file system asks its server to flush; here a socket whose peer has not read all waits."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
-        ours.setblocking(False)
-        with suppress(BlockingIOError):
-            while True:
-                ours.send(bytes(1 << 16))
-        ours.setblocking(True)
-        thread = threading.Thread(target=ours.close)
-        thread.start()
-        until(
-            lambda: awaited(os.getpid(), thread.native_id or 0) == KernelWait(True), event="close"
-        )
-        theirs.close()
-        thread.join()
 
 
 def test_a_reader_waits_for_what_the_thread_that_it_waits_for_reads(
