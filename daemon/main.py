@@ -2,7 +2,7 @@
 
 The loop sleeps in one epoll over control socket, request socket and wake-ups from other threads.
 With open sessions it also polls the shared words, after an eighth of the time since they last
-changed, or that all readers need for what is ready, if that is longer; 1 ms at least, 80 at most.
+changed, or that no reader runs out of what is ready, if that is longer; 1 ms at least, 80 at most.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class Daemon:
         """Return the longest time to sleep, in seconds.
 
         A trainer that waits wakes the daemon. The others need it before they have read what is
-        ready: at an eighth of that, warm epochs cost it a fifth of the time.
+        ready. Looking each millisecond took most of its CPU time in warm epochs of small batches.
         """
         if not self.node.registry.sessions:
             return 0.1 if self._leaving else 0.5

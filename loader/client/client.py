@@ -62,7 +62,7 @@ _REGISTER_TIMEOUT_S = 120.0  # checking a manifest of 10 million files takes sec
 
 
 #: Objects that are kept decoded, and the memfd that has their words.
-Decoded: TypeAlias = Sequence[tuple[messages.DecodedWords, Descriptor]]
+DecodedIndexes: TypeAlias = Sequence[tuple[messages.DecodedWords, Descriptor]]
 
 
 class Client:
@@ -226,7 +226,7 @@ class Client:
         world: int,
         *,
         recheck: str,
-        decoded: Decoded = (),
+        decoded: DecodedIndexes = (),
     ) -> Session:
         """Open a session over a dataset; register the dataset only if the daemon does not have it.
 
@@ -247,7 +247,7 @@ class Client:
         rank: int,
         world: int,
         recheck: str,
-        decoded: Decoded = (),
+        decoded: DecodedIndexes = (),
     ) -> Session:
         """Open a session over a registered dataset; see `messages.Open`.
 

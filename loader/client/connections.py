@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from creel.cache.storage.manifest import Manifest
 from creel.config import Config
 from creel.errors import UnavailableError
-from creel.loader.client.client import Client, Decoded
+from creel.loader.client.client import Client, DecodedIndexes
 from creel.loader.client.embed import (
     OTHER_START_S,
     DaemonStart,
@@ -134,7 +134,7 @@ def open_session(
     *,
     recheck: str,
     trainer_pid: int = 0,
-    decoded: Decoded = (),
+    decoded: DecodedIndexes = (),
 ) -> Session | None:
     """Open a session with this node's daemon; None, after one warning, on failure.
 

@@ -339,7 +339,7 @@ class Keeping:
     ) -> bool:
         """Whether a sample is the same when it is made again; a few are; says it if not.
 
-        Within the record of what it has opened.
+        opened: the record of what making it has opened, which is still open itself.
         """
         try:
             doubtful = self.recheck != "never" and self._held.is_doubtful(opened)
