@@ -75,10 +75,11 @@ def cluster_view(
     )
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0, event: str = "") -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0, event: object = "") -> None:
     """Wait for a condition that another process will make true; fail with `event` otherwise.
 
-    The deadline is not part of the test: a busy machine may take seconds instead of milliseconds.
+    `event` is what the failure says, as it is then: a text, or what is still missing. The deadline
+    is not part of the test: a busy machine may take seconds instead of milliseconds.
     """
     deadline, pause_s = time.monotonic() + timeout_s, 0.0005
     while not condition():
@@ -86,6 +87,19 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0, event: str = "
             raise AssertionError(f"not within {timeout_s:g} s: {event or condition}")
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.01)
+
+
+def listening(pid: int) -> list[int]:
+    """Return the TCP ports on which a process listens, once it does."""
+    ports: list[int] = []
+
+    def listens() -> bool:
+        sockets = psutil.Process(pid).net_connections()
+        ports[:] = [s.laddr.port for s in sockets if s.status == "LISTEN"]
+        return bool(ports)
+
+    until(listens, event=f"process {pid} listens")
+    return ports
 
 
 class Cores:

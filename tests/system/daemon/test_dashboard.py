@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 import creel
 from creel.counters import COUNTERS
 from daemons import Running
-from kit import until
+from kit import listening, until
 from testbed.http_server import Server
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(360)]
@@ -97,13 +96,8 @@ scrape_configs:
         self._port = 0
 
     def __enter__(self) -> Prometheus:
-        until(self._listens, 60, event="Prometheus listens")
+        self._port = listening(self._process.pid)[0]
         return self
-
-    def _listens(self) -> bool:
-        sockets = psutil.Process(self._process.pid).net_connections()
-        self._port = next((s.laddr.port for s in sockets if s.status == "LISTEN"), 0)
-        return self._port != 0
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
@@ -169,12 +163,14 @@ def test_each_panel_and_rule_answers_from_a_real_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
-    disk = {"CREEL_DISK__PATH": str(tmp_path), "CREEL_DISK__BUDGET": "32MiB"}
+    # Both tiers together hold fewer than the 32 MiB of files: each epoch reads some again, not only
+    # the first, which may be over before the first scrape.
+    disk = {"CREEL_DISK__PATH": str(tmp_path), "CREEL_DISK__BUDGET": "8MiB"}
     with Running(daemon_name, "--metrics", "127.0.0.1:0", memory="16MiB", env=disk) as daemon:
-        (page,) = [c for c in psutil.Process(daemon.pid).net_connections() if c.status == "LISTEN"]
+        ports = listening(daemon.pid)
         open_questions = {query for queries in panels().values() for query in queries}
         open_questions = {query for query in open_questions if OF_CLUSTERS not in query}
-        with Prometheus(tmp_path, f"127.0.0.1:{page.laddr.port}") as prometheus:
+        with Prometheus(tmp_path, f"127.0.0.1:{ports[0]}") as prometheus:
 
             def all_answered() -> bool:
                 for loader in loaders:
@@ -184,7 +180,7 @@ def test_each_panel_and_rule_answers_from_a_real_run(
                 open_questions.difference_update(answered)
                 return not open_questions
 
-            until(all_answered, 240, event="all panels answer")
+            until(all_answered, 240, event=open_questions)
 
             def rules_answer() -> bool:
                 """A rule counts from its second evaluation on: before, no rate was known."""

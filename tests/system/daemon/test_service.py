@@ -17,7 +17,7 @@ import pytest
 from creel.errors import ConfigError
 from creel.loader.client.client import Client
 from daemons import COMMAND, Running, folder, opened, plan, read_steps
-from kit import descriptors, until
+from kit import descriptors, listening, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -170,8 +170,8 @@ def test_prometheus_may_scrape(daemon_name: str, tmp_path: Path) -> None:
         plan(session, np.arange(10, dtype=np.int32), 5)
         read_steps(session, manifest, np.arange(10), 5)
         session.words.add("samples", 10)
-        (page,) = [c for c in psutil.Process(daemon.pid).net_connections() if c.status == "LISTEN"]
-        with urlopen(f"http://127.0.0.1:{page.laddr.port}/metrics", timeout=30) as answer:
+        (port,) = listening(daemon.pid)
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
     assert 'creel_samples_total{job="job",rank="3"} 10.0' in text
     assert 'creel_cache_budget_bytes{tier="memory"} 3.3554432e+07' in text
