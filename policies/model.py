@@ -35,6 +35,9 @@ _HELPS = 0.8
 #: Waits that differ by less than this part are equal.
 _ALIKE = 0.05
 
+#: Times that are known by looks are right within this factor.
+_LOOKS_ERR = 1.1
+
 #: Stages whose time is a worker's own work.
 _WORK = ("decode", "collate")
 #: What a rank did recently is what it did in so many seconds, but in so many batches at least.
@@ -139,6 +142,17 @@ def supply_s(rank: RankWindow) -> float:
 def _work_s(rank: RankWindow) -> float:
     """Return the seconds between two batches by the workers' work alone."""
     return rank.demand_s / max(rank.workers, 1)
+
+
+def _extra_s(rank: RankWindow, demand_s: float) -> float:
+    """Return the seconds between two batches beyond the work in them, if that becomes `demand_s`.
+
+    The edges of the window make up to one batch of a worker of it: two workers that deliver
+    together look slower where one of both batches lies outside. That part shrinks with the work.
+    """
+    extra_s = supply_s(rank) - _work_s(rank)
+    edges_s = min(extra_s, rank.demand_s / rank.batches)
+    return extra_s - edges_s * max(1 - demand_s / max(rank.demand_s, 1e-9), 0.0)
 
 
 def _seen_s(rank: RankWindow) -> float:
@@ -276,18 +290,26 @@ def with_memory(rank: RankWindow, hits: float = 1.0) -> RankWindow:
     return _waiting(rank, rank, storage_s(rank) * left, otherwise=waits * left)
 
 
-def with_storage(rank: RankWindow, share: float) -> RankWindow:
+def with_storage(rank: RankWindow, share: float, asleep: float = 0.0) -> RankWindow:
     """Return the window with what samples waited for storage counted as "source".
+
+    What is left of decoding is a small part where storage takes nearly all the time, so it must not
+    be a difference of two numbers by looks: the processor time of workers is known exactly.
 
     Args:
         share: how many of the workers wait for reads of their own at a time, on average.
+        asleep: how many wait for something else, by the same looks.
 
-    >>> own = RankWindow(10.0, 100, 2, {"decode": 20.0}, {"decode": 9.0})
-    >>> with_storage(own, 1.5).busy_s
-    {'decode': 5.0, 'source': 15.0}
+    >>> own = RankWindow(10.0, 100, 2, {"decode": 20.0}, {"decode": 9.0}, cpu_s=4.0)
+    >>> [round(with_storage(own, 1.5, asleep).busy_s["decode"], 1) for asleep in (0.0, 0.5)]
+    [4.0, 6.4]
     """
-    decode = rank.busy_s.get("decode", 0.0)
-    waits = min(share * rank.seconds, decode)
+    decode, waits = rank.busy_s.get("decode", 0.0), share * rank.seconds
+    if rank.cpu_s >= 0 and share:
+        others_s = rank.workers * rank.seconds - rank.cpu_s
+        exact = min(others_s * share / (share + asleep), decode - rank.cpu_s)
+        waits = min(max(exact, waits / _LOOKS_ERR), waits * _LOOKS_ERR)
+    waits = min(waits, decode)
     source = rank.busy_s.get("source", 0.0) + waits
     return replace(rank, busy_s={**rank.busy_s, "decode": decode - waits, "source": source})
 
@@ -342,13 +364,14 @@ def _waiting(rank: RankWindow, changed: RankWindow, storage: float, otherwise: f
     """
     own = _cycle_s(changed) - changed.busy_s.get("source", 0.0)
     room = storage * changed.batches * max(changed.workers, 1)
-    return replace(
+    waits = max(room - own, 0.0) if storage else otherwise
+    changed = replace(
         changed,
         seconds=max(rank.seconds - rank.waited_s, 1e-9),
         stall_s={},
-        busy_s={**changed.busy_s, "source": max(room - own, 0.0) if storage else otherwise},
-        extra_s=supply_s(rank) - _work_s(rank),
+        busy_s={**changed.busy_s, "source": waits},
     )
+    return replace(changed, extra_s=_extra_s(rank, changed.demand_s))
 
 
 def enough_workers(ranks: Sequence[RankWindow], cores: float) -> int | None:

@@ -359,7 +359,8 @@ class _Imports(MetaPathFinder):
 
     def _exec(self, original: Callable[[Any], None], module: Any) -> None:
         original(module)
-        replace_imported()
+        # Those of its names that were not there yet while it imported another such module.
+        _replacements.replace_imported(anew=True)
 
 
 _imports = _Imports()
@@ -395,16 +396,16 @@ class _Replacements:
             self._inside += 1
             if self._inside == 1:
                 sys.meta_path.insert(0, _imports)
-            self._replace(first=self._inside == 1)
+            self._replace(anew=self._inside == 1)
 
-    def replace_imported(self) -> None:
-        if len(sys.modules) == self._imported:  # cheap, since it runs for each sample
+    def replace_imported(self, *, anew: bool = False) -> None:
+        if not anew and len(sys.modules) == self._imported:  # cheap: it runs for each sample
             return
         with self._lock:
             if self._inside:
-                self._replace(first=False)
+                self._replace(anew=anew)
 
-    def _replace(self, *, first: bool) -> None:
+    def _replace(self, *, anew: bool) -> None:
         self._imported = len(sys.modules)
         modules = [sys.modules.get(module) for module in _MODULES]
         new = modules != self._modules
@@ -412,7 +413,7 @@ class _Replacements:
             self._modules = modules
             for owner, name, over in _importable():
                 self._names.setdefault((id(owner), name), _Name(owner, name, over))
-        if new or first:
+        if new or anew:
             for replacement in self._names.values():
                 replacement.replace()
 

@@ -17,8 +17,8 @@ from creel.loader.making.stages import IDLE, READING
 from creel.system.python_open import python_open, text_of
 
 #: Numbers of system calls whose first argument is a descriptor that they read: read, pread64,
-#: readv, preadv, fstat, getdents64.
-_READS = {"x86_64": {0, 17, 19, 295, 5, 217}, "aarch64": {63, 67, 65, 69, 80, 61}}
+#: readv, preadv, fstat, getdents64, ioctl (by which Python's `open` asks for a terminal).
+_READS = {"x86_64": {0, 17, 19, 295, 5, 217, 16}, "aarch64": {63, 67, 65, 69, 80, 61, 29}}
 #: Of those that wait for storage by a path, and which argument that is: open, openat, openat2,
 #: stat, lstat, newfstatat, statx, access, faccessat.
 _BY_PATH = {
@@ -71,6 +71,10 @@ class Reader(NamedTuple):
         waits = [awaited(self.pid, thread) for thread in self.threads()]
         waits = [wait for wait in waits if wait.storage]
         return next((wait for wait in waits if wait.path), waits[0] if waits else _NOTHING)
+
+    def runs(self) -> bool:
+        """Whether any of its threads uses a processor, or is about to."""
+        return not all(_call(self.pid, thread) for thread in self.threads())
 
 
 def process(pid: int, stage: Callable[[], tuple[int, int]]) -> Reader:

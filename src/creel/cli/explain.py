@@ -264,7 +264,8 @@ def _own_reads(
     None if nothing waits for storage.
     """
     reads = trial.reads[late]
-    waits_s = with_storage(seen, reads.share).busy_s["source"] / seen.batches
+    stored = partial(with_storage, share=reads.share, asleep=reads.asleep)
+    waits_s = stored(seen).busy_s["source"] / seen.batches
     if waits_s <= HARDLY * seen.seconds / seen.batches:
         return None
     files = sorted(reads.files, key=lambda file: -reads.files[file])
@@ -277,7 +278,7 @@ def _own_reads(
         "mapped": reads.mapped,
         "line": reads.line(ahead=trial.note is not None and trial.note["ahead"]),
     }
-    return row(lambda rank_window: with_memory(with_storage(rank_window, reads.share)), values)
+    return row(lambda rank_window: with_memory(stored(rank_window)), values)
 
 
 def _end_of(steps: int | None) -> int | None:

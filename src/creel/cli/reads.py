@@ -32,12 +32,14 @@ class OwnReads(NamedTuple):
 
     Attributes:
         share: for how much of the time one of them waited for storage, summed over them.
+        asleep: for how much of it one waited for anything else.
         files: how many looks saw a wait for each file, by path and whether it is mapped.
         nbytes: read by system calls, or from disks by faults.
         seconds: how long they were looked at.
     """
 
     share: float
+    asleep: float
     files: dict[tuple[str, bool], int]
     nbytes: int
     seconds: float
@@ -76,7 +78,7 @@ class _Process:
     """What is known of one process."""
 
     def __init__(self, pid: int) -> None:
-        self.waits = 0
+        self.waits = self.asleep = 0
         self.files: Counter[tuple[str, bool]] = Counter()
         self.reader = process(pid, lambda: (READING, 0))
         self.first = self.last = _read_nbytes(pid)
@@ -86,6 +88,8 @@ class _Process:
         if wait.storage:
             self.waits += 1
             self.files[wait.path, wait.mapped] += 1
+        elif not self.reader.runs():
+            self.asleep += 1
 
 
 class ProcessSamples:
@@ -123,9 +127,10 @@ class ProcessSamples:
         files: Counter[tuple[str, bool]] = Counter()
         for reader in readers:
             files.update(reader.files)
-        waits = sum(reader.waits for reader in readers)
+        looks = max(self._samples, 1)
         return OwnReads(
-            waits / max(self._samples, 1),
+            sum(reader.waits for reader in readers) / looks,
+            sum(reader.asleep for reader in readers if reader.waits) / looks,
             dict(files),
             sum(reader.last - reader.first for reader in readers),
             self.seconds,

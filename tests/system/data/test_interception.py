@@ -90,6 +90,31 @@ def test_a_library_is_served_as_soon_as_a_sample_has_imported_it(
     monkeypatch.delitem(sys.modules, "soundfile")
 
 
+def test_a_library_whose_modules_import_each_other_is_served_from_the_first_sample_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that was there, but empty, when another one's names were replaced (nibabel)."""
+    folder = tmp_path / "nibabel"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    opener = "class Opener:\n    compress_ext_map = {None: (open,)}\nImageOpener = Opener\n"
+    (folder / "openers.py").write_text(opener)
+    (folder / "arrayproxy.py").write_text(
+        "from nibabel.openers import Opener\ndef array_from_file(**more): return more\n"
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nibabel"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with Intercepted():
+            proxy = importlib.import_module("nibabel.arrayproxy")
+            assert proxy.array_from_file(mmap=True) == {"mmap": False}
+        assert proxy.array_from_file(mmap=True) == {"mmap": True}
+    finally:
+        for name in ("nibabel", "nibabel.openers", "nibabel.arrayproxy"):
+            sys.modules.pop(name, None)
+
+
 @pytest.mark.usefixtures("daemon")
 def test_other_threads_open_as_ever_and_samples_may_be_read_in_several(tmp_path: Path) -> None:
     """Files that another thread opens meanwhile are neither recorded nor served."""

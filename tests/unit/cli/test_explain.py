@@ -119,12 +119,12 @@ def test_an_explanation_is_shown_as_tables(
 
 
 #: Of two workers that train 0.1 s and make a batch in 0.4 s each.
-OPAQUE = session(dataset="nothing", batches=100, decoded_measured=0, pid=7)
+OPAQUE = session(dataset="nothing", batches=100, decoded_measured=0, pid=7, cpu_s=50.0)
 
 
 def told_of(files: dict[tuple[str, bool], int], share: float, **note: Any) -> dict[str, Any]:
     notes = [{"pid": 7, "samples": 640, "batches": 10, "ahead": False, **note}]
-    reads = [OwnReads(share, files, 32_000, 4.0)]
+    reads = [OwnReads(share, 0.0, files, 32_000, 4.0)]
     trial = Trial(answer(OPAQUE), [(OPAQUE, rows(0.1, 0.0, 0.4))], notes, reads)
     return foretold(trial, BIG)
 
@@ -135,6 +135,8 @@ def test_without_its_waits_for_storage_an_epoch_takes_what_is_left() -> None:
     assert forecast["epoch_s"] == pytest.approx(2.0)
     reads = forecast["reads"]
     assert reads["storage_s"] == pytest.approx(0.3)
+    missed = told_of({("/data/0", False): 1}, 1.4)["reads"]  # by looks
+    assert missed["storage_s"] == pytest.approx(0.3), "processors were in use for the rest"
     assert (reads["step_s"], reads["epoch_s"]) == pytest.approx((0.1, 1.0))  # 0.05 s of work
     assert reads["nbytes"] == 32_000 // 20
     explain.show(forecast)

@@ -91,9 +91,9 @@ def test_functions_that_open_files_are_replaced_once_for_a_batch(
     replacements = intercept._replacements
     replace = replacements._replace
 
-    def counted(*, first: bool) -> None:
-        enters.append(first)
-        replace(first=first)
+    def counted(*, anew: bool) -> None:
+        enters.append(anew)
+        replace(anew=anew)
 
     monkeypatch.setattr(replacements, "_replace", counted)
     opens: list[Any] = []
