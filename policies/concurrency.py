@@ -44,7 +44,7 @@ _MIN_GROWTH = 1.02
 SURE = 32
 #: Of InFlight: by how much it grows at a time, and the answers per second at least for it to stay.
 _GROWTH = 1.5
-_GAIN = 1.1
+_GAIN = 1.15
 #: Rounds at a limit that a larger one did not better: at first, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 2, 16
 #: Share of the requests of a round, the quickest, whose time counts: one that hangs says nothing.
