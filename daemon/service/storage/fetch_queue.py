@@ -67,6 +67,7 @@ class FetchQueue:
         limit: most threads.
         free_threads: has a permit for each thread that all queues may start beside their first.
         owned: whether the source is closed with the queue.
+        far: whether each read is a request to a server.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class FetchQueue:
         free_threads: threading.Semaphore,
         *,
         owned: bool = False,
+        far: bool = False,
     ) -> None:
         self.source = source
         self._owned = owned
@@ -94,7 +96,7 @@ class FetchQueue:
         self._began: dict[int, float] = {}  # by thread that reads: when it began its part
         self._closed = False
         self._ready = threading.Condition()
-        self.speed = Concurrency(math.ceil(cores()), limit)
+        self.speed = Concurrency(math.ceil(cores()), limit, far=far)
 
     def put(self, deadline: float, job: FetchJob) -> None:
         with self._ready:

@@ -27,6 +27,7 @@ import numpy as np
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.source import Source
+from creel.cache.storage.uris import is_remote
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
     DISK,
@@ -106,7 +107,11 @@ class Fetcher:
     def add(self, dataset: str, source: Source) -> None:
         """Add a dataset whose fetches read from `source`, which the caller closes."""
         threads = self._threads, self._free_threads
-        self._queues[dataset] = FetchQueue(dataset, source, partial(self._run, source), *threads)
+        # By the first address: to look at all of a million takes a second.
+        far = len(source.manifest) > 0 and is_remote(source.manifest.uri(0))
+        self._queues[dataset] = FetchQueue(
+            dataset, source, partial(self._run, source), *threads, far=far
+        )
         self._checks[dataset] = FetchQueue(
             f"check-{dataset}", source, partial(self._check_part, source), *threads
         )

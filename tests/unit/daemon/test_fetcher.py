@@ -173,6 +173,7 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
     """Measurements of the first parts count for the others."""
 
     class Quick:
+        manifest = Manifest.of_files(["a"])
         parts: ClassVar[list[int]] = []
 
         def read_parts(self, ids: Any, length: Any, parts: list[list[memoryview]]) -> Any:
@@ -203,6 +204,8 @@ def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read(origin: int) 
     begun, goes_on = threading.Event(), threading.Event()
 
     class Held:
+        manifest = Manifest.of_files(["a"])
+
         def read_parts(self, ids: Any, length: Any, parts: Any) -> Any:  # noqa: ARG002
             begun.set()
             assert goes_on.wait(60)

@@ -42,6 +42,20 @@ def test_a_far_source_has_as_many_threads_as_its_link_takes() -> None:
     assert Concurrency(CORES, most=8).more_threads(waiting=1 << 20, began=[], now=0.0) <= 8
 
 
+def test_a_far_source_is_asked_at_once_and_a_quick_one_is_soon_known() -> None:
+    """Also if the first read imports the client, which takes a tenth of a second of a CPU."""
+    speed = Concurrency(CORES, most=128, far=True)
+    assert speed.part_objects(waiting=1000) == 1
+    assert speed.more_threads(waiting=1000, began=[], now=0.0) == 32
+    speed.measured(1, 0.4, 0.1, 0.08)
+    for _ in range(32):
+        speed.measured(1, 0.05, 0.0005, 0.0003)
+    assert speed.more_threads(waiting=1000, began=[], now=0.0) == 32
+    for _ in range(300):
+        speed.measured(1, 0.0003, 0.0002, 0.0002)
+    assert speed.more_threads(waiting=1000, began=[], now=0.0) <= CORES
+
+
 def test_threads_that_hang_are_replaced() -> None:
     speed = Concurrency(CORES)
     assert speed.more_threads(waiting=100, began=[9.9], now=10.0) <= 0

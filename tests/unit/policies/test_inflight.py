@@ -48,6 +48,13 @@ def test_a_source_that_more_requests_only_slow_down_keeps_the_sure_ones(seed: in
     assert limit.limit <= 48
 
 
+def test_requests_that_take_longer_are_worth_it_while_more_of_them_are_answered() -> None:
+    limit = InFlight(sure=32, most=128)
+    for _ in range(2000):
+        limit.landed(limit.limit, 0.04 + 0.0004 * limit.limit)
+    assert limit.limit >= 100
+
+
 def test_a_limit_that_is_not_reached_says_nothing() -> None:
     limit = InFlight(sure=32, most=256)
     for _ in range(1000):
