@@ -133,6 +133,25 @@ def test_the_more_samples_are_the_same_again_the_fewer_are_made_twice(make: Any)
     assert sum(store.to_make_twice() for _ in range(8192)) == 4 + 31
 
 
+def test_a_sample_that_is_kept_takes_two_locks_and_seldom_a_look_at_the_memory(
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first epoch pays for each; where there is plenty of memory it is looked at less often."""
+    monkeypatch.setattr(store_module, "_LOOK_NBYTES", 1 << 16)
+    looks, locks = [], []
+    memory, locked = MemoryLimits(1 << 40, 1 << 39), Locked
+    monkeypatch.setattr(limits, "memory", lambda **_: (looks.append(1), memory)[1])
+    monkeypatch.setattr(store_module, "Locked", lambda *a: (locks.append(1), locked(*a))[1])
+    store, samples = in_memory(None, 512), 512
+    twice = 0
+    for number in range(samples):
+        twice += store.to_make_twice()
+        assert store.put(number, 0, bytes(1000)) > 0
+    assert (store.kept, twice) == (samples, 4 + 1)
+    assert len(locks) == 2 * samples + 1
+    assert len(looks) <= 1 + samples * 1100 // (store_module._LOOKS_APART << 16) + 1
+
+
 def test_none_is_a_sample(make: Any) -> None:
     store = make()
     store.put(0, 0, None)
