@@ -246,14 +246,9 @@ class DecodedStore:
         n, self._next_made = self._next_made, None
         if n is None:
             with self._locked():
-                n = self._count_made()
+                n = self._words[_MADE]
+                self._words[_MADE] = n + 1
         return not n % next(one_in for below, one_in in _TWICE if n < below)
-
-    def _count_made(self) -> int:
-        """Count a sample that will be made; under the lock."""
-        n = self._words[_MADE]
-        self._words[_MADE] = n + 1
-        return n
 
     def to_compare(self, by: int) -> bool:
         """Whether this process must compare a sample that `by`, an opener, has put with its own."""
@@ -370,7 +365,8 @@ class DecodedStore:
             words[DECODED] += nbytes
             words[_ENCODED] += encoded_nbytes
             words[_DECODE_NS] += ns
-            self._next_made = self._count_made()  # a lock of its own takes as long as all of this
+            self._next_made = words[_MADE]  # a lock of its own takes as long as all of this
+            words[_MADE] += 1
             self.slowest.decoded(kind, nbytes)
             used = words[USED]
             if self.limit is not None and used + nbytes > self.limit:
