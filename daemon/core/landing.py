@@ -84,7 +84,8 @@ class Landing:
         origin = "disk" if pending.origin == DISK else "peer"
         residency.counts[f"{origin}_reads"] += int(np.count_nonzero(good))
         residency.counts[f"{origin}_nbytes"] += int(nbytes[good].sum())
-        residency.counts[f"{origin}_misses"] += int(np.count_nonzero(~good & ~pending.cancelled))
+        if not pending.cancelled:
+            residency.counts[f"{origin}_misses"] += int(np.count_nonzero(~good))
         if pending.origin == DISK:
             self.prefetcher.stuck.clear()  # the room on disk of these objects may be reused now
             residency.disk.changed(len(pending.ids))

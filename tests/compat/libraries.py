@@ -314,9 +314,55 @@ def timm(run: Run) -> None:
             run.note(model(x), y)
 
 
+def lerobot(run: Run) -> None:
+    module = importlib.import_module("lerobot.datasets.lerobot_dataset")
+    samplers = importlib.import_module("lerobot.datasets.sampler")
+    transforms = importlib.import_module("torchvision.transforms.v2")
+    root = run.folder / f"robot of {run.way}"
+    _record_robot(module.LeRobotDataset, root)
+    dataset = module.LeRobotDataset(
+        "creel/robot",
+        root,
+        image_transforms=transforms.RandomHorizontalFlip(),
+        delta_timestamps={"action": [0.0, 0.1]},
+    )
+    episodes = dataset.meta.episodes
+    sampler = samplers.EpisodeAwareSampler(
+        episodes["dataset_from_index"], episodes["dataset_to_index"], shuffle=True
+    )
+    given = creel.wrap(dataset) if run.way == "wrap" else dataset
+    model = Net(run)
+    for options in ({"shuffle": True}, {"sampler": sampler}):  # as its lerobot_train does
+        loader = torch.utils.data.DataLoader(given, BATCH, num_workers=2, **options)
+        for _ in range(2):
+            for batch in loader:
+                run.note(batch, model(batch["observation.state"]))
+
+
+def _record_robot(kind: Any, root: Path) -> None:
+    """Record two episodes of states, actions and images with its own recorder."""
+    vector = {"dtype": "float32", "shape": (FEATURES,), "names": None}
+    names = ["height", "width", "channels"]
+    image = {"dtype": "image", "shape": (16, 16, 3), "names": names}
+    features = {"observation.state": vector, "action": vector, "observation.images.top": image}
+    recorded = kind.create("creel/robot", 10, features, root, use_videos=False)
+    rng = np.random.default_rng(3)
+    for _ in range(2):
+        for _ in range(COUNT // 2):
+            frame: dict[str, Any] = {
+                "observation.state": rng.standard_normal(FEATURES, np.float32),
+                "action": rng.standard_normal(FEATURES, np.float32),
+                "observation.images.top": rng.integers(0, 255, (16, 16, 3), np.uint8),
+            }
+            recorded.add_frame(frame | {"task": "reach"})
+        recorded.save_episode()
+    recorded.finalize()
+
+
 LIBRARIES: dict[str, Callable[[Run], None]] = {
     "accelerate": accelerate,
     "ignite": ignite,
+    "lerobot": lerobot,
     "lightning.fabric": lightning_fabric,
     "mmengine": mmengine,
     "monai": monai,
@@ -328,8 +374,8 @@ LIBRARIES: dict[str, Callable[[Run], None]] = {
     "transformers": transformers,
 }
 #: Libraries that `make frameworks` does not install: they need 200 MB of opencv, scikit-learn or
-#: torchvision.
-BY_HAND = {"mmengine", "pytorch_metric_learning", "skorch", "timm"}
+#: torchvision; lerobot also older releases than the others here.
+BY_HAND = {"lerobot", "mmengine", "pytorch_metric_learning", "skorch", "timm"}
 #: Its class has iterators of its own, whatever class it is derived from.
 OWN_ITERATORS = {"torchdata"}
 

@@ -239,7 +239,7 @@ def text(d: Path) -> Any:
     with named(d, "txt", encoding="ascii") as f:
         f.reconfigure(encoding="utf8", newline="\r")
         lines += f.readlines()[:2]
-    with codecs.open(str(path), "rb") as binary:
+    with codecs.open(str(path), "rb") as binary:  # type: ignore[deprecated]  # people call it
         lines += [path.read_text("utf8"), path.read_bytes(), binary.read()]
     with named(d, "csv", newline="") as f:
         lines += list(csv.reader(f))[:4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -274,11 +275,19 @@ def test_a_listing_that_does_not_end_in_time_is_no_answer() -> None:
         ("s3://us-region/there-is-no-skew/: ACCESS_DENIED for key 'region'", "AWS_ACCESS_KEY_ID"),
         ("s3://b: access denied: check the credentials", "AWS_SECRET_ACCESS_KEY"),
         ("http needs aiohttp: pip install 'creel-data[http]'", "creel-data[all]"),
+        ("No module named 'torch'", "creel-data[all]"),
     ],
 )
 def test_each_refusal_of_a_store_has_its_remedy(reason: str, remedy: str) -> None:
     finding = dataset.remote(reason, None)
     assert (finding.level, remedy in finding.remedy) == ("bad", True)
+
+
+def test_a_node_without_torch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that the server does not answer."""
+    monkeypatch.setitem(sys.modules, "creel.loader.data.reading.listing", None)
+    (finding,) = dataset.findings("s3://bucket/", "", 0.0)
+    assert (finding.level, "import" in finding.state) == ("bad", True)
 
 
 def test_another_node_is_measured_or_it_is_said_why_not() -> None:

@@ -156,7 +156,7 @@ WAYS: dict[str, Read] = {
     "torch.from_file": mapped_by_torch,
     "access": lambda path: os.access(path + ".more", os.R_OK),
     "size": os.path.getsize,
-    "codecs": lambda path: closed(codecs.open(path, "rb")),
+    "codecs": lambda path: closed(codecs.open(path, "rb")),  # type: ignore[deprecated]
     "link": lambda path: Path(path + ".link").readlink().name,
     "resolved": lambda path: (Path(path + ".links").is_dir(), Path(path + ".links").resolve().name),
     "walk": walked,

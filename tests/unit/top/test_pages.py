@@ -18,6 +18,7 @@ import pytest
 
 import creel
 from creel.cli.main import creel as commands
+from creel.counters import COUNTERS
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -113,6 +114,22 @@ def test_the_reference_is_made_from_the_code() -> None:
     pages = runpy.run_path(str(ROOT / "scripts/reference.py"))["pages"]()
     stale = [path.name for path, text in pages.items() if path.read_text() != text]
     assert not stale, "python scripts/reference.py writes them"
+
+
+def test_the_keys_that_the_page_of_json_promises_are_in_the_code() -> None:
+    """One that is renamed there, where "keys are added, never renamed", stands here no more."""
+    code = "".join(
+        path.read_text()
+        for part in ("src/creel", "daemon", "loader", "policies")
+        for path in sorted((ROOT / part).rglob("*.py"))
+    )
+    written = set(re.findall(r"[\"'](\w+)[\"']|^    (\w+): |\b(\w+)=", code, re.MULTILINE))
+    there = {name for names in written for name in names} | {counter.key for counter in COUNTERS}
+    there |= {f"{name}_nbytes" for name in there}  # as peers' traffic is named
+    page = (DOCS / "json.md").read_text().partition("\n## JSON\n")[2]
+    named = {part for name in re.findall(r"`([a-z][\w.]+)`", page) for part in name.split(".")}
+    assert len(named) > 150
+    assert named <= there
 
 
 def test_each_page_is_in_the_navigation_of_the_site_once() -> None:

@@ -178,7 +178,7 @@ def remote(reason: str, files: int | None) -> Finding:
             ("no such bucket", "there is no"),
             "check the address, and the endpoint: AWS_ENDPOINT_URL",
         ),
-        (("pip install", "install"), "install what it needs: pip install 'creel-data[all]'"),
+        (("install", "no module"), "install what it needs: pip install 'creel-data[all]'"),
     )
     low = re.sub(r"'[^']*'|\S*://\S*", "", reason).lower()  # without names, which may be such words
     found_remedies = (remedy for words, remedy in remedies if any(word in low for word in words))
@@ -190,14 +190,15 @@ def remote(reason: str, files: int | None) -> Finding:
 def _listed(address: str) -> tuple[str, int | None]:
     """List what is below an address; return why that failed, and the number of files."""
     from creel.cache.storage import lookup
-    from creel.loader.data.reading.listing import files_below
 
     answer: list[tuple[str, int | None]] = []
 
     def ask() -> None:
         try:
+            from creel.loader.data.reading.listing import files_below
+
             answer.append(("", len(files_below(address))))
-        except (CreelError, OSError) as e:
+        except (CreelError, OSError, ImportError) as e:  # a daemon's node may lack torch
             answer.append((str(e), None))
 
     settings = lookup.stores().settings
