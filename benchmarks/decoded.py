@@ -1,7 +1,7 @@
 """Decoded samples that are kept: torch, creel without and creel with `keep_decoded`, in turn.
 
     python benchmarks/decoded.py [--images 1280] [--batch 64] [--workers 2] [--rounds 5] [--json]
-        [--only NAME ...] [--quick]
+        [--only NAME ...] [--quick] [--parts]
 
 JPEGs of 500 x 375 pixels in the page cache, shuffled. Each round reads an epoch by torch's loader
 over a plain dataset, one by a new loader of creel without keeping, and two by one with a new store:
@@ -12,6 +12,10 @@ what filling costs, `first / creel`; of wall time, and of the CPU time of the wh
 
 `--quick` is two rounds of a quarter of the images, without `next`: two minutes for all rows. To
 compare trees, run this file with the interpreter of each.
+
+`--parts` makes samples in one process, each in turn without keeping (`plain`), by a decoder that
+also encodes what it returns and writes that to fresh memory (`written`: the least that keeping can
+take), and kept for the first time: medians of the thread's CPU time in us, and `plain / it`.
 
 `full` decodes 500 x 375 (562 KB), `256` also resizes to 256 x 256 (196 KB); `crop` cuts and resizes
 to 224 x 224 and flips at random, `bare` only makes a tensor. `kept` is `creel.kept` around the
@@ -26,6 +30,7 @@ import io
 import os
 import re
 import tempfile
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +43,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import creel
 from creel.loader.data.datasets import Transformed
+from creel.loader.data.decoded.codec import encode
+from creel.loader.data.reading.lease import Lease
 
 try:
     from PIL import Image
@@ -202,6 +209,40 @@ def compare(name: str, paths: list[str], o: argparse.Namespace) -> dict[str, obj
     return row
 
 
+def written(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    fd, place = os.memfd_create("written"), 0
+
+    def decoding(data: bytes) -> Any:
+        nonlocal place
+        sample = decode(data)
+        place += os.pwritev(fd, encode(sample)[1], place)
+        return sample
+
+    return decoding
+
+
+def parts(name: str, paths: list[str], o: argparse.Namespace) -> dict[str, object]:
+    decode, transform, keeping, _ = CASES[name]
+    touch_memory(2 * len(paths) * MOST_NBYTES)
+    ways = {
+        "plain": kept_files(paths, decode, transform, None),
+        "written": kept_files(paths, written(decode), transform, None),
+        "kept": keeping(paths, decode, transform, LIMIT),
+    }
+    cpu: dict[str, list[float]] = {way: [] for way in ways}
+    for first in range(0, len(paths), o.batch):
+        with Lease():
+            for number in range(first, min(first + o.batch, len(paths))):
+                for turn in range(len(ways)):
+                    way = [*ways][(number + turn) % len(ways)]
+                    began = time.thread_time_ns()
+                    ways[way][number]
+                    cpu[way].append((time.thread_time_ns() - began) / 1e3)
+    of = {way: median(times[o.batch :]) for way, times in cpu.items()}
+    ratios = {f"plain / {way}": round(of["plain"] / of[way], 3) for way in ("written", "kept")}
+    return {"case": name, **{f"{way}, us": round(us) for way, us in of.items()}, **ratios}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--images", type=int, default=1280)
@@ -212,8 +253,9 @@ def main() -> None:
     parser.add_argument("--disk", help="a folder on a local disk; default: a temporary one")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--parts", action="store_true")
     o = parser.parse_args()
-    if o.quick:
+    if o.quick or o.parts:
         o.images, o.rounds = o.images // 4, 2
     os.environ["CREEL_SOCKET"] = f"decoded-{os.getpid()}"
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=o.disk) as disk:
@@ -227,7 +269,8 @@ def main() -> None:
             paths["photos"] = write(Path(folder), o.images // FEWER, 4000, 3000)
         if "texts" in kinds:
             paths["texts"] = write_texts(Path(folder), o.images)
-        report([compare(name, paths[CASES[name].files], o) for name in names])
+        row = parts if o.parts else compare
+        report([row(name, paths[CASES[name].files], o) for name in names])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -190,7 +191,7 @@ class _Encoder:
             raise UnkeptError(f"an image of mode {image.mode}, or with state of its own")
         if image.mode in _CHECKED_MODES and not _comes_back(image):
             raise UnkeptError(f"this image of mode {image.mode}")
-        data = image.tobytes()
+        data = _pixels(image)
         node = ["p", image.mode, list(image.size), _palette(image), self.node(image.info)]
         self.buffers.append(data)  # after those of `info`, as they are read
         return node
@@ -242,6 +243,23 @@ def _is_kept_whole(image: Image.Image) -> bool:
     exif = vars(image).get("_exif")
     known = image.mode in _PIXEL_NBYTES and all(image.size)
     return known and vars(image).keys() <= of_all.keys() and not exif
+
+
+def _pixels(image: Image.Image) -> bytes:
+    """Return `image.tobytes()`, which copies all twice, in half of its time."""
+    if image.mode not in _MODES:
+        return image.tobytes()
+    from PIL import Image
+
+    image.load()
+    width, height = image.size
+    nbytes, data = _MODES[image.mode] * width * height, b""
+    with suppress(Exception):  # the names are not public
+        encoder = Image._getencoder(image.mode, "raw", (image.mode,))  # noqa: SLF001
+        encoder.setimage(image.im, (0, 0, width, height))
+        data = encoder.encode(nbytes)[2]
+        encoder.cleanup()
+    return data if len(data) == nbytes else image.tobytes()
 
 
 def _palette(image: Image.Image) -> list[int] | None:

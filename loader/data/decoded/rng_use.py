@@ -52,7 +52,8 @@ class Draws:
 
 def _state(generator: Any) -> object:
     if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
+        state = generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())  # half the time of a numpy view
     if isinstance(generator, random.Random):
         return _of_python(generator)
     return _of_numpy(getattr(generator, "bit_generator", None) or generator._bit_generator)  # noqa: SLF001  as above

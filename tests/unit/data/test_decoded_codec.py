@@ -128,6 +128,20 @@ def test_an_image_of_each_mode_comes_back_the_same(mode: str) -> None:
     again.paste(again.crop((1, 1, 2, 2)))  # it may be changed
 
 
+def test_the_pixels_of_an_image_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = Image.effect_noise((300, 200), 9).convert("RGB")
+    pixels = image.tobytes()
+    monkeypatch.delattr(Image.Image, "tobytes")  # which copies them twice
+    assert encode(image)[1] == [pixels]
+
+
+def test_an_image_is_kept_by_a_pillow_without_these_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = Image.effect_noise((300, 200), 9).convert("RGB")
+    monkeypatch.delattr(Image, "_getencoder")
+    monkeypatch.setattr(Image.Image, "tobytes", lambda _: b"all")
+    assert encode(image)[1] == [b"all"]
+
+
 @pytest.mark.parametrize("transparency", [3, bytes(range(256))])
 def test_a_palette_with_transparency_comes_back_the_same(transparency: Any) -> None:
     picture = image("P", 16, 16, 1)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -131,6 +132,24 @@ def test_bytes_that_are_no_sample_are_a_miss(make: Any) -> None:
 def test_the_more_samples_are_the_same_again_the_fewer_are_made_twice(make: Any) -> None:
     store = make()
     assert sum(store.to_make_twice() for _ in range(8192)) == 4 + 31
+
+
+def test_a_sample_that_is_kept_takes_two_locks_and_seldom_a_look_at_the_memory(
+    in_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first epoch pays for each; where there is plenty of memory it is looked at less often."""
+    monkeypatch.setattr(store_module, "_LOOK_NBYTES", 1 << 16)
+    look, lock = Mock(return_value=MemoryLimits(1 << 40, 1 << 39)), Mock(side_effect=Locked)
+    monkeypatch.setattr(limits, "memory", look)
+    monkeypatch.setattr(store_module, "Locked", lock)
+    store, samples = in_memory(None, 512), 512
+    twice = 0
+    for number in range(samples):
+        twice += store.to_make_twice()
+        assert store.put(number, 0, bytes(1000)) > 0
+    assert (store.kept, twice) == (samples, 4 + 1)
+    assert lock.call_count == 2 * samples + 1
+    assert look.call_count <= 1 + samples * 1100 // (store_module._LOOKS_APART << 16) + 1
 
 
 def test_none_is_a_sample(make: Any) -> None:

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -78,8 +78,6 @@ _MADE, FIRST_SLOT, SLOTS = 10, 64, 448
 #: One in 16 of the first 64 samples is made twice, one in 256 up to 16,384, and one in 512 of the
 #: others: .7 % of the decoding of 1,280 samples, .2 % of a large dataset's.
 _TWICE = (64, 16), (1 << 14, 256), (1 << 62, 512)
-#: So many samples of others are made again and compared; `creel verify` sets more.
-LOOKS = 4
 #: Samples begin at multiples of this. A word of the index is place and length, both in these units.
 UNIT = 64
 _LENGTH_BITS = 24
@@ -88,8 +86,9 @@ _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 _HEAD = struct.Struct("<qq")
 #: Samples that begin in the same GiB are read from one mapping of two: none is longer than one.
 _WINDOW_NBYTES = 1 << 30
-#: The free memory is looked at each time that so many bytes were written.
-_LOOK_NBYTES = 8 << 20
+#: The free memory is looked at, for .6 ms, each time that so many bytes were written, and where
+#: there is plenty only in each of `_LOOKS_APART` such steps.
+_LOOK_NBYTES, _LOOKS_APART = 8 << 20, 4
 #: For so long other processes do not look at the free memory, while one does.
 _LOOKING_NS = 20_000_000
 #: How long nothing is kept after memory was short.
@@ -117,6 +116,9 @@ class Taken(NamedTuple):
 class DecodedStore:
     """Samples by number, for all processes that have its memfd. Thread-safe."""
 
+    #: So many samples of others are made again and compared; `creel verify` sets more.
+    most_looks: ClassVar[int] = 4
+
     def __init__(
         self,
         own: Extent,
@@ -135,7 +137,7 @@ class DecodedStore:
             joint: whether processes that are no workers of this one may have it, too.
             opener: number of this process, and of its workers, among those that have it; 0: a new
                 one.
-            looks: how many samples of others it compares; None: LOOKS.
+            looks: how many samples of others it compares; None: `most_looks`.
 
         Raises:
             OSError, ValueError: it cannot be mapped.
@@ -144,7 +146,7 @@ class DecodedStore:
         self.samples = samples
         self.limit = limit
         self.joint = joint
-        self.looks = LOOKS if looks is None else looks
+        self.looks = self.most_looks if looks is None else looks
         self._words, self._word_of = self._open_words()
         #: Which samples are kept in the first epoch.
         self.slowest = Slowest(self._words, samples)
@@ -169,6 +171,8 @@ class DecodedStore:
     def reset_for_process(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
+        self._next_made: int | None = None  # of `_MADE`, counted with the last sample
+        self._apart = 1  # steps of `_LOOK_NBYTES` until the free memory is looked at again
 
     def __reduce__(self) -> tuple[object, ...]:
         """Give a process that is being spawned the same store."""
@@ -239,9 +243,11 @@ class DecodedStore:
 
     def to_make_twice(self) -> bool:
         """Count a sample that is about to be kept; whether to see if it is the same again."""
-        with self._locked():
-            n = self._words[_MADE]
-            self._words[_MADE] = n + 1
+        n, self._next_made = self._next_made, None
+        if n is None:
+            with self._locked():
+                n = self._words[_MADE]
+                self._words[_MADE] = n + 1
         return not n % next(one_in for below, one_in in _TWICE if n < below)
 
     def to_compare(self, by: int) -> bool:
@@ -359,6 +365,8 @@ class DecodedStore:
             words[DECODED] += nbytes
             words[_ENCODED] += encoded_nbytes
             words[_DECODE_NS] += ns
+            self._next_made = words[_MADE]  # a lock of its own takes as long as all of this
+            words[_MADE] += 1
             self.slowest.decoded(kind, nbytes)
             used = words[USED]
             if self.limit is not None and used + nbytes > self.limit:
@@ -367,8 +375,10 @@ class DecodedStore:
                 return -1
             if words[END] < index_nbytes(self.samples):
                 return -1  # a disk that fails
-            if used // _LOOK_NBYTES != (used + nbytes) // _LOOK_NBYTES or not words[SAMPLES]:
+            step = self._apart * _LOOK_NBYTES
+            if used // step != (used + nbytes) // step or not words[SAMPLES]:
                 room = self._room()
+                self._apart = min(max(room // (16 * _LOOK_NBYTES), 1), _LOOKS_APART)
                 if room < nbytes:
                     words[CLOSED_NS] = time.monotonic_ns() + _SHORT_NS
                     return -1

@@ -31,7 +31,7 @@ import xxhash
 
 from creel.cli.scripts.in_place import replace_loader
 from creel.errors import ConfigError, CreelError
-from creel.loader.data.decoded.stores import store
+from creel.loader.data.decoded.stores.store import DecodedStore
 from creel.system.progress import progress_line
 
 TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
@@ -252,7 +252,7 @@ def _record(kind: str, target: str, arguments: Sequence[str], tape: _Tape) -> No
     _record_batches(tape)
     # A script that uses creel's class keeps it; on torch's side CREEL_DISABLE makes it torch's.
     if kind == "creel":
-        store.LOOKS = _LOOKS
+        DecodedStore.most_looks = _LOOKS
         replace_loader()
     seed_all(_SEED)
     if ":" in target and not Path(target).is_file():
