@@ -186,7 +186,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
             batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
         dataset, batch_sampler = _with_rows(dataset, batch_sampler, args.rehearsal)
-        self._creel_newer = _newer(kwargs)
+        self._creel_newer = _newer(kwargs)  # arguments of a newer torch
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:

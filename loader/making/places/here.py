@@ -54,7 +54,7 @@ class Here(BatchPlace):
             waits: how to wait for objects of another binding, which may take the maker's place.
         """
         super().__init__()
-        self.pid = 0
+        self.pid = 0  # no process of its own
         self._maker, self._serving, self._pinning = maker, serving, pinning
         self._counted = counted
         self._make: Make = maker.make
@@ -62,7 +62,9 @@ class Here(BatchPlace):
             self._make = stage.in_trainer(self._make)
         if tee is not None:
             self._make = tee.around(self._make, maker.times)
+        #: `_as_worker`: an error is a batch, as one of a worker is: the next batches still come.
         self._as_worker, self._tee, self._waits = ahead > 0, tee, waits
+        #: Asked for, not made: number, task, session.
         self._tasks: deque[tuple[int, Task, Session | None]] = deque(maxlen=max(ahead, 1))
 
     def again(self, bad: Mapping[Key, str]) -> None:
