@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from creel.loader.client.session import Session
     from creel.loader.data.binding.bind import Binding
     from creel.loader.data.reading.bad_samples import Key
+    from creel.loader.making.batch_times import BatchTimes
     from creel.loader.making.maker import BatchMaker, Waits
     from creel.loader.making.places.other_ranks import Tee
     from creel.loader.making.places.place import Serves, Slots
     from creel.loader.making.stage import Make
-    from creel.loader.making.stages import BatchTimes
     from creel.loader.making.task import Task
     from creel.loader.making.transport.pinning import Pinning
 

@@ -42,9 +42,9 @@ from creel.errors import UnavailableError
 from creel.loader.data.binding.bind import Binding, bind
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.data.reading.bad_samples import Tolerance
+from creel.loader.making.batch_times import IDLE, SENDING, busy
 from creel.loader.making.maker import BatchMaker, StageClock, Waits
 from creel.loader.making.stage import Stage
-from creel.loader.making.stages import IDLE, SENDING, busy
 from creel.loader.making.task import WHOLE, Task
 from creel.loader.making.transport.batch_message import BatchMessage, Collate, Outbox
 from creel.loader.making.transport.channel import Channel
