@@ -273,6 +273,7 @@ class Daemon:
         return min(pace_s, max(self.node.memory_guard.due - now, _QUICK_S))
 
     def _timers(self, now: float) -> None:
+        """Do what is due. Two clocks: the shell beats within a turn, too; ticks change the core."""
         self.node.shell.beat(now)
         self.node.memory_guard.poll(now)
         if now - self._ticked < _TICK_S:

@@ -41,7 +41,7 @@ from creel.loader.line.options.loader_args import (
     take_name,
     without_taken,
 )
-from creel.loader.line.order.epoch_order import Progress, may_repeat, not_begun
+from creel.loader.line.order.epoch_order import OrderCombinator, Progress, may_repeat, not_begun
 from creel.loader.line.order.rehearsed_order import RehearsedBatches, rehearsed_batches
 from creel.loader.notebook import cell
 from creel.loader.torch_private import MISSING
@@ -186,7 +186,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
             batch_size, shuffle, drop_last = 1, None, False  # as torch wants them with it
         dataset, batch_sampler = _with_rows(dataset, batch_sampler, args.rehearsal)
-        self._creel_newer = _newer(kwargs)
+        self._creel_newer = _newer(kwargs)  # arguments of a newer torch
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:
@@ -230,10 +230,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     @property
     def _index_sampler(self) -> Any:
-        """What torch's iterators, and ours, iterate; `batch_sampler` stays that of new data."""
-        rehearsed = self.__dict__.get("_creel_rehearsed")
-        sampler = super()._index_sampler if rehearsed is None else rehearsed
-        return recorded(self, sampler)
+        """What torch's iterators, and ours, iterate: if not `batch_sampler`, then around it."""
+        changed: OrderCombinator | None = self.__dict__.get("_creel_batches")
+        return recorded(self, super()._index_sampler if changed is None else changed)
 
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
@@ -348,9 +347,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         inner = [attribute(batches, "sampler")]
         if type(batches) is RehearsedBatches:  # of memory.over()
             inner.append(batches.batches)
-        rehearsed = self.__dict__.get("_creel_rehearsed")
+        changed = self.__dict__.get("_creel_batches")
         called: list[object] = []
-        for part in (self.sampler, batches, *inner, self.dataset, rehearsed):
+        for part in (self.sampler, batches, *inner, self.dataset, changed):
             set_epoch: Callable[[int], object] | None = attribute(part, "set_epoch")
             if set_epoch is not None and not any(part is c for c in called):
                 set_epoch(epoch)
@@ -414,7 +413,7 @@ def _rehearse(loader: DataLoader[Any], memory: Rehearsal, replicate: Any) -> Non
     if content.kept or content.growth is not None:
         batches: Any = loader.batch_sampler
         first = length_of(loader.dataset)
-        vars(loader)["_creel_rehearsed"] = RehearsedBatches(batches, content, first, ranks)
+        vars(loader)["_creel_batches"] = RehearsedBatches(batches, content, first, ranks)
 
 
 def checked(args: LoaderArgs, dataset: object) -> LoaderArgs:

@@ -29,6 +29,7 @@ from creel.cache.storage.stores.retry import public, retried, source_error
 from creel.errors import SourceError
 from creel.messages import survives
 from creel.settings import FetchSettings
+from creel.system.python_module import command_of
 
 _log = logging.getLogger("creel.source")
 
@@ -37,6 +38,7 @@ _FOLDERS_AT_ONCE, _MAX_FOLDERS = 16, 1000
 #: Of errors after which another client is to list: no way to say a key, and no such process here.
 UNABLE = frozenset({errno.EILSEQ, errno.ENOSYS, errno.EAGAIN, errno.ENOMEM})
 _SIZE_NBYTES = 4
+_MODULE = "creel.cache.storage.lister"  # under `python -m`, `__name__` is "__main__"
 
 
 def listed(
@@ -50,8 +52,7 @@ def listed(
         SourceError: the storage fails, also after retries.
     """
     given = dict(options)
-    frozen = getattr(sys, "frozen", False)  # then sys.executable is that program
-    if not sys.executable or frozen or not survives(given) or find_spec("obstore") is None:
+    if not (command_of(_MODULE) and survives(given) and find_spec("obstore")):
         return None
     google = root.lower().startswith(("gs:", "gcs:"))
     return None if google or bucket_of(root, given) is None else _listed(root, given, settings)
@@ -60,11 +61,9 @@ def listed(
 def _listed(
     root: str, options: dict[str, Any], settings: FetchSettings
 ) -> Iterator[tuple[str, int]]:
-    safe = ["-P"] if sys.version_info >= (3, 11) else []
-    command = [sys.executable, *safe, "-m", "creel.cache.storage.lister"]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(  # noqa: S603  our own interpreter and module
-        command, stdin=pipe, stdout=pipe, stderr=nowhere
+        command_of(_MODULE), stdin=pipe, stdout=pipe, stderr=nowhere
     ) as process:
         ask, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
         try:

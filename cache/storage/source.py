@@ -97,8 +97,9 @@ class Source:
         self._told_refused: set[str] = set()  # reasons that were logged
         #: First row of each `manifest.access`.
         self._access_rows = [row for row, _ in manifest.access]
+        #: (rows,) whether the object is the only one of its file; whether it also is all of it.
         self._single, self._whole = _single(manifest)
-        self._one_a_file = bool(self._single.all())
+        self._one_a_file = bool(self._single.all())  # no file has two
 
     def close(self) -> None:
         """Close kept descriptors; later reads open the files again."""

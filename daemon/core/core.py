@@ -112,6 +112,7 @@ class Core:
             events.Spilled: self._spilling.landed,
         }
         untimed |= {event: self._if_open(handle) for event, handle in of_session.items()}
+        #: By type of event: its method, which takes the event and the time.
         self._handlers = timed | {event: _without_now(handle) for event, handle in untimed.items()}
 
     def handle(

@@ -49,7 +49,7 @@ class InflightFetch:
     expected: int
     generation: int  # see `Versions`
     deadline: float
-    origin: int = SOURCE
+    origin: int = SOURCE  # where from, as in `FetchObjects`
     cancelled: bool = False  # whether nobody needs them any more
 
     def only(self, which: Mask) -> InflightFetch:

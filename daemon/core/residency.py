@@ -134,7 +134,7 @@ class Residency:
         #: (n,) whether a length comes from the manifest, not from the last read; None: all do.
         self.listed = _listed(added.length, lengths)
         self._known = lengths.known  # how many lengths are known
-        self._known_nbytes = lengths.nbytes
+        self._known_nbytes = lengths.nbytes  # their sum
         #: Counters since the start, by name.
         self.counts = dict.fromkeys((*COUNTED, *_COUNTED), 0)
         why = (

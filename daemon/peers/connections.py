@@ -84,10 +84,10 @@ class Request:
 class PeerConnection:
     """A connection from a peer, or from an unauthenticated client."""
 
-    socket: socket.socket
-    since: float
-    inbox: bytearray = field(default_factory=bytearray)
-    key: bytes = b""
+    socket: socket.socket  # to the peer
+    since: float  # monotonic seconds
+    inbox: bytearray = field(default_factory=bytearray)  # bytes that are no whole message yet
+    key: bytes = b""  # of the cluster that it greeted for
     session: wire.PeerSession | None = None  # set once the peer has sent its Greeting
     sealer: sealing.Sealer | None = None  # None: payload is not encrypted
     account: Account | None = None  # set once the peer has proved that it has the key
@@ -96,7 +96,7 @@ class PeerConnection:
     current: Request | None = None  # the answer being sent
     blocked_since: float = 0.0  # time since when the socket takes no bytes; 0: it takes them
     blocked_s: float = 0.0  # seconds for which the current answer was blocked before
-    mask: int = select.EPOLLIN | select.EPOLLRDHUP
+    mask: int = select.EPOLLIN | select.EPOLLRDHUP  # what epoll waits for
 
     @property
     def expected(self) -> wire.Kind:

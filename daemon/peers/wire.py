@@ -16,6 +16,9 @@ A *frame* is a header, a body (msgspec, as `creel.messages`) and arrays (raw, li
 the handshake each frame has a MAC over its number and its bytes, with a key of this connection: a
 recorded frame is invalid everywhere, even in the same connection. The payload after an answer has
 no MAC and is not encrypted, unless `cluster.encrypt` is set: see `sealing`.
+
+Clients of this node have other requests (`creel.messages`): a kernel vouches for them, they get
+memory in place of payload, and what they say is a plan, which a peer has of its own.
 """
 
 from __future__ import annotations

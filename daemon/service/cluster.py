@@ -32,8 +32,9 @@ class Cluster:
     """
 
     def __init__(self, joined: Join, me: int, own: Member, origins: list[int], now: float) -> None:
+        #: `name`: the same on all its nodes; `key`: what proves to a peer that this is one of them.
         self.name, self.key = joined.cluster, joined.key
-        self.tokens: set[str] = set()
+        self.tokens: set[str] = set()  # of the clients that joined it
         self.plans: tuple[PlanDigest, ...] = ()  # digests of the inputs of this node's plans
         self.joined = list(joined.members)
         self.joined[me] = own
@@ -41,7 +42,7 @@ class Cluster:
         self.me = me
         limits = SilenceLimits.of_nodes(len(origins))
         self.silence = Silence(self.me, len(origins), now, limits)
-        self._began = now
+        self._began = now  # monotonic seconds
         self._ranks = joined.ranks
         self.view = ClusterView(
             self.me,

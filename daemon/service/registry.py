@@ -60,7 +60,7 @@ _SMALL = 1 / 16
 class DatasetRecord:
     """A registered dataset; clients can map `table_fd` only for reading."""
 
-    key: str
+    key: str  # of its manifest
     manifest: Manifest
     source: Source
     table: LocationTable
@@ -143,22 +143,22 @@ class SessionRecord:
     Clients can write to the words, so that what the daemon has written there is kept here, too.
     """
 
-    id: int
-    token: str
+    id: int  # as clients name it
+    token: str  # of its client
     dataset: DatasetRecord
     opened: Open
     words: SharedWords
     words_fd: int  # which its clients map
     epoch: int = -1  # epoch of the latest planned step
-    ready: int = 0
+    ready: int = 0  # READY, as it was published
     early: tuple[int, ...] = ()  # steps after READY that are ready before it
-    truncates: int = 0
+    truncates: int = 0  # number of times that its plan was cut short
     revoked: int = 0  # number of times that READY was lowered
     asked: int = 0  # highest step + 1 in a Wait
     waiters: dict[tuple[bytes, int], int] = field(default_factory=dict)  # (client, call) -> step
     #: (samples,) the object of each sample, of which the first `sampled` are known.
     samples: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    sampled: int = 0
+    sampled: int = 0  # how many are known
     hashed: blake2b = field(default_factory=hash_of)  # of these
     object_of: SampleObjects | None = None  # the same, once all are known
     own_file: str = ""  # one that the dataset reads itself, past creel

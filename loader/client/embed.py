@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client.client import Client
 from creel.system.forks import no_fork
 from creel.system.limits import few_descriptors
+from creel.system.python_module import command_of
 from creel.system.unix_peers import owner_of
 
 log = logging.getLogger("creel.embed")
@@ -224,8 +224,8 @@ def start_early(config: Config) -> DaemonStart | None:
 
 def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
     """Start the process; return it and a pipe on which it reports "1", or "0" and a reason."""
-    if not sys.executable or getattr(sys, "frozen", False):
-        # In a frozen program sys.executable is that program, which would start itself endlessly.
+    command = command_of("creel.daemon")
+    if not command:
         raise UnavailableError(
             "this program has no Python to start a daemon with: start creeld first"
         )
@@ -234,11 +234,7 @@ def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
     os.lseek(settings.fd, 0, os.SEEK_SET)
     ready, write = os.pipe2(os.O_CLOEXEC)
     try:
-        safe = ["-P"] if sys.version_info >= (3, 11) else []
-        command = [
-            *(sys.executable, *safe, "-m", "creel.daemon", "--embedded"),
-            *("--ready-fd", str(write), "--config-fd", str(settings.fd)),
-        ]
+        command += ["--embedded", "--ready-fd", str(write), "--config-fd", str(settings.fd)]
         with _signals_blocked():
             process = subprocess.Popen(  # noqa: S603  our own interpreter and module
                 command,

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from creel.loader.data.decoded import decode_benefit
 from creel.loader.data.reading.lease import Lease
 from creel.loader.making.arena_rows import ArenaRows
+from creel.loader.making.batch_times import COLLATING, READING, WAITING, BatchTimes, busy
 from creel.loader.making.stage import Stage
-from creel.loader.making.stages import COLLATING, READING, WAITING, BatchTimes, busy
 from creel.loader.making.task import WHOLE, Task
 from creel.loader.making.transport.batch_message import Collate
 from creel.loader.torch_private import DatasetKind

@@ -70,7 +70,7 @@ class ClusterEviction(PlannedEviction):
         #: Whether reading ahead waits for the answer.
         self.waits = self.astray
         self._holders_known = False  # whether a peer has told in this epoch who holds what
-        self._digested: tuple[Nodes | None, int] = None, 0
+        self._digested: tuple[Nodes | None, int] = None, 0  # of these holders, this digest
 
     @property
     def view(self) -> ClusterView | None:

@@ -66,9 +66,9 @@ class FirstReaders:
         self._samples: int | None = None  # a number by which nodes know what the job reads
         self._reads: Ids | slice = slice(0)  # what that is
         self._unplanned: list[FirstReadsTask] = []  # the first of them is asked for
-        self._asked = False
-        self._astray = False
-        self._digest: int | None = None
+        self._asked = False  # whether the first of these is being computed
+        self._astray = False  # whether a peer must say who reads what first
+        self._digest: int | None = None  # of all homes, once asked for
 
     # --- who reads what first --------------------------------------------------------------------
 

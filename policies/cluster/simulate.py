@@ -42,7 +42,7 @@ class Scenario:
         remap: ranks exchange samples within each global batch (`remap.Exchange`).
     """
 
-    nodes: int
+    nodes: int  # which run the job
     samples: int
     nbytes: int
     memory: int
@@ -55,7 +55,7 @@ class Scenario:
     step_s: float = 0.0
     window: int = 8
     depth: int = 0
-    seed: int = 0
+    seed: int = 0  # of the permutations
     remap: bool = False
 
     @property

@@ -57,7 +57,7 @@ class PlannedEviction(EvictionPolicy):
         self._capacity = -1  # capacity of the latest plan
         self._all_fits = False  # whether all objects fit
         self._clock_hand = 0  # position of `_scan`
-        self.stale = False
+        self.stale = False  # whether homes or others' plans have changed since the latest plan
 
     # --- the plan --------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class EvictionPolicy:
     ) -> None:
         self._state = state
         self._pins = pins
-        self.all_uses = uses
+        self.all_uses = uses  # of each job that reads the dataset
 
     # --- notifications ---------------------------------------------------------------------------
 

@@ -332,16 +332,16 @@ class Deal(Message, frozen=True):
     that are replayed follow the samples there.
     """
 
-    token: str
+    token: str  # of the client
     session: int
     epoch: int
     cluster: str
     samples: int
-    world: int
+    world: int  # ranks of the job
     each: int
-    batch: int
-    seed: int
-    remapped: bool = False
+    batch: int  # samples of a step of one rank
+    seed: int  # of the permutation, or IN_ORDER
+    remapped: bool = False  # whether the ranks exchange samples
     object_of: bool = False
     replays: DealtReplays | None = None
 

@@ -17,7 +17,7 @@ import creel
 from creel.cache.storage import lookup
 from creel.errors import CreelError, SourceError
 from creel.loader.client.client import Client
-from creel.loader.making.stages import StallWarning
+from creel.loader.making.batch_times import StallWarning
 from creel.settings import FetchSettings
 from kit import forget_stores
 

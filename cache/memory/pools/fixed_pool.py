@@ -34,7 +34,7 @@ class FixedPool:
         # Stack of free records, of which the last is allocated first. Of each slab: its first
         # record (ascending), its number of records, and how many of them are in use.
         self._stack, self._first, self._count, self._busy = np.empty((4, 0), np.int64)
-        self._top = 0
+        self._top = 0  # records on the stack
 
     def alloc(self, nbytes: Ints) -> Ints:
         """Return (k,) offsets for objects of these sizes; NOWHERE for the last ones without room.

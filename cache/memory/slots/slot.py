@@ -34,8 +34,8 @@ class Slot:
     id: int  # as the trainer and the worker number it
     fd: int  # its memfd
     nbytes: int  # of its memory
-    once: bool
-    mapping: mmap.mmap
+    once: bool  # whether it carries one batch only
+    mapping: mmap.mmap  # of its memory
     address: int  # of the first byte, in this process
     untouched: bool = False  # whether its pages are missing in this process's page tables
     filled: int = 0  # bytes used by the current batch

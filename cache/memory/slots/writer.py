@@ -37,7 +37,7 @@ class SlotWriter:
         inherited: mappings of the first slots, the same as for this worker's `SlotReader`.
         """
         self._max_slots = max_slots
-        self._ids = itertools.count(len(inherited))
+        self._ids = itertools.count(len(inherited))  # of the next slots
         self._slots: dict[int, Slot] = {}  # by id, those that this process maps
         for number, mapping in enumerate(inherited if max_slots else ()):
             slot = Slot(
@@ -50,7 +50,7 @@ class SlotWriter:
         self._retired: list[int] = []  # ids that were given up since the last batch
         #: Of recent batches: bytes in shared slots, then bytes in each other slot.
         self._batches: deque[list[int]] = deque(maxlen=_MEMORY)
-        self._until_trim = _MEMORY
+        self._until_trim = _MEMORY  # batches until slots that are too many are freed
         self._expected: list[int] = []  # the largest of these, by position
         self._most = 1  # most slots of a recent batch
         self._limit = 0  # larger slots are freed when they come back

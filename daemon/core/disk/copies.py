@@ -125,7 +125,8 @@ class DiskCopies:
         self._tier = tier
         self._loose: deque[Index] = deque()  # released objects that wait to be written
         self._waiting = 0  # number of objects in `_loose`
-        self._walks = [Walk(n) for _ in range(5)]
+        self._walks = [Walk(n) for _ in range(5)]  # searches for objects:
+        # victims with a copy, residents to write, copies nobody reads, those in memory too, any.
         self._clean, self._dirty, self._idle, self._twice, self._any = self._walks
         self.opened()
 

@@ -80,11 +80,12 @@ class RankStream:
         generation: int,
     ) -> None:
         """`generation`: the one in which the session opens."""
+        #: `id`: of its session; `rank`: in its job.
         self.id, self.rank = number, asked.rank
         self.recheck = recheck = asked.recheck
         #: Versions must have been seen in these generations or later (`Versions`).
         self.since = self.since_remote = 0 if recheck == "never" else generation
-        self.opened = now
+        self.opened = now  # monotonic seconds
         self.begun = -1  # the latest epoch that has begun
         self.residency = residency
         self.group = group

@@ -99,7 +99,7 @@ class ControlSocket:
         self._limit = limit
         self._uid = os.getuid()  # whose processes may connect
         self._connections: dict[int, _Connection] = {}  # by descriptor
-        self._by_token: dict[str, _Connection] = {}
+        self._by_token: dict[str, _Connection] = {}  # the same, by the token that each was given
         self.keep_alive = KeepAlive(epoll)
         self._journals = JointJournals()
         #: How requests without descriptors are answered, from the client's token and the request.
@@ -116,7 +116,7 @@ class ControlSocket:
         except OSError:
             listening.close()
             raise
-        self.fd = listening.fileno()
+        self.fd = listening.fileno()  # of the listening socket
         self._listener = Listener(listening, epoll)
 
     @property

@@ -59,10 +59,10 @@ class Disk:
         self._arena = arena
         self._post = post
         self._store: DiskStore | None = None
-        self._opened = not settings.path
+        self._opened = not settings.path  # whether opening it was tried
         self._lost = False  # whether the core knows that the disk is lost
         self._unusable = ""  # why the store could not be opened
-        self._on_disk: dict[str, FoundOnDisk] = {}
+        self._on_disk: dict[str, FoundOnDisk] = {}  # by dataset: what the store had of it
         self._writer = BackgroundThread("creel-disk")
         self._until = float("inf")  # time after which nothing more is written
         self._late = 0  # objects that were not written because of that

@@ -64,9 +64,9 @@ class DaemonLink:
         self._direct, self._counted = DirectReads(allowed=direct), counted
         self._object_nbytes = 0  # mean size of the objects last requested
         self._lock = threading.Lock()
-        self._next = 0
+        self._next = 0  # the next step
         self._open: set[int] = set()  # steps that are being read
-        self._epoch = 0
+        self._epoch = 0  # how often all samples were read
         self._read = np.zeros(max(numbers_of(binding.dataset), 1), np.bool_)  # in this epoch
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:

@@ -20,19 +20,6 @@ if TYPE_CHECKING:
     from creel.loader.data.binding.bind import Gather
 
 
-class ReusedMemory:
-    """Memory that one thread reuses for each batch; the caller keeps no reference into it."""
-
-    def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return (nbytes,) uint8, the same memory as last time if it has this size."""
-        if len(self._held) != nbytes:
-            self._held = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self._held
-
-
 class Gatherer:
     """Builds the batches of one dataset whose samples are bytes of one size (see `Gather`)."""
 
@@ -61,7 +48,7 @@ class Gatherer:
         if self.per_sample:
             self._raw = BufferPool(MAX_ROWS_NBYTES)
         elif gather.converts:
-            self._raw = BufferPool() if gather.has_code else ReusedMemory().take
+            self._raw = BufferPool()
         self._pool = self._raw if isinstance(self._raw, BufferPool) else None
 
     def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:

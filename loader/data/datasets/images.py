@@ -100,8 +100,8 @@ class ImageFolder(WholeFiles):
     """
 
     volatile = (*WholeFiles.volatile, "_targets", "_imgs")
-    _targets: list[int] | None = None
-    _imgs: Sequence[tuple[str, int]] | None = None
+    _targets: list[int] | None = None  # what a person has assigned to `targets`
+    _imgs: Sequence[tuple[str, int]] | None = None  # and to `imgs`
 
     def __init__(
         self,
@@ -130,8 +130,9 @@ class ImageFolder(WholeFiles):
         self.decode = decode_image if decode is None else decode
         check_callable(decode=decode, loader=loader, is_valid_file=is_valid_file)
         self._keep_decoded(keep_decoded, shared_as)
-        self.extensions = IMG_EXTENSIONS if is_valid_file is None else None
+        self.extensions = IMG_EXTENSIONS if is_valid_file is None else None  # as torchvision's
         self._root = absolute(root)
+        #: The root as a person gave it.
         self._shown = self._root if scheme_of(os.fspath(root)) else os.fspath(self.root)
         listed = None
         if index is not None:
@@ -140,8 +141,10 @@ class ImageFolder(WholeFiles):
         elif scheme_of(self._root) or marker is not None:
             listed = files_below(self._root, storage_options, marker)
         self._listed = _by_class(listed) if listed is not None else None
+        #: torchvision's attributes.
         self.classes, self.class_to_idx = self.find_classes(self._shown)
         valid = is_valid_file or (lambda path: path.lower().endswith(IMG_EXTENSIONS))
+        #: Of each sample: its name below the root, its label, its size if a listing says it.
         self._names, self._labels, self._nbytes = self._collect(valid, allow_empty)
         self._listed = None
 
@@ -180,7 +183,7 @@ class ImageFolder(WholeFiles):
             raise ConfigError("samples is a sequence of (path, number of the class)") from e
         self._root = self._shown = ""
         self._names, self._labels, self._nbytes = names, labels, None
-        self._manifest = self._opened = None
+        self._manifest = self._opened = None  # of the samples before
 
     @property
     def imgs(self) -> Sequence[tuple[str, int]]:

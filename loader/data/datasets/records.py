@@ -109,7 +109,7 @@ class RecordDataset(Labelled):
         _check_offset(offset)
         status = each(lambda p: status_of(p, storage_options), paths)
         sizes = [size for size, _ in status]
-        self._pins = [pin for _, pin in status]
+        self._pins = [pin for _, pin in status]  # of each file: its version, or None
         headers = each(
             lambda file: _npy(*file, storage_options) if file[0].endswith(".npy") else None,
             list(zip(paths, sizes, strict=True)),
@@ -117,7 +117,8 @@ class RecordDataset(Labelled):
         both = list(zip(paths, headers, strict=True))
         self.dtype = _same(paths, [_dtype_of(p, h, wanted) for p, h in both])
         self.shape = _same(paths, [_shape_of(p, h, want) for p, h in both])
-        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize  # of a record
+        #: Where the records of each file lie.
         self._runs = [
             _range_of(p, header, size, offset, self.nbytes)
             for (p, header), size in zip(both, sizes, strict=True)

@@ -102,7 +102,7 @@ class Keeping:
         self._sought_by = 0  # which has sought them
         self._held = HeldFiles()
         self._drew = 0  # samples in a row during which something drew
-        self._owner: weakref.ref[Any] | None = None
+        self._owner: weakref.ref[Any] | None = None  # the dataset whose samples these are
         self._readers: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that have begun
         _alive.add(self)
 

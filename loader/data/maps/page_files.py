@@ -26,6 +26,7 @@ BLOCK_NBYTES = 1 << 17
 _MAX_FILES = 256
 #: `madvise` of Linux 5.14 and later, which Python does not name: fault pages in, and wait.
 _POPULATE_READ = 22
+_libc = ctypes.CDLL(None)
 #: Of older ones, what is read is written here by all threads, and read by none.
 _scratch = bytearray(BLOCK_NBYTES)
 
@@ -175,7 +176,7 @@ class _PageFile:
         if self._memory is None:
             return -1
         address = ctypes.c_void_p(int(self._memory.ctypes.data) + at)
-        return int(getattr(ctypes.CDLL(None), name)(address, ctypes.c_size_t(nbytes), argument))
+        return int(getattr(_libc, name)(address, ctypes.c_size_t(nbytes), argument))
 
 
 def _opened(path: str) -> tuple[Descriptor | None, os.stat_result | None]:

@@ -149,7 +149,7 @@ class Lease:
         self._named = named
         #: By address, once they are asked for; see `_by_address`.
         self._numbers: dict[str, tuple[int, Files]] | None = None
-        self._blocks: dict[str, tuple[FileInBlocks, Files]] = {}
+        self._blocks: dict[str, tuple[FileInBlocks, Files]] = {}  # large files, by address
         #: Memory of the objects, by number, once asked for.
         self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None  # the thread's lease before this one

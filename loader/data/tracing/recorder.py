@@ -110,12 +110,13 @@ class AccessRecorder:
         self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
         self._versions = FoundVersions()  # of local files read since the last `write`
         self._journal = TraceJournal(self.place)
-        self._known = np.zeros(self._size, np.bool_)
+        self._known = np.zeros(self._size, np.bool_)  # (samples,) those that were recorded
         #: In a joint journal, `RecordedReads.marks` of each known sample.
         self._marks = np.zeros(self._size if self.place.joint else 0, np.uint32)
         self._count = 0  # known samples
         self._again = 0  # known samples read since the last new one
         self._differ = False  # whether ranks read different items as the same sample
+        #: Whether recording is over; whether `trace` has returned its result.
         self._sealed = self._returned = False
         self._first: list[Reads] = []  # of `LEAST` samples
         self._listed: ListedFiles | None = None

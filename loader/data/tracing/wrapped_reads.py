@@ -97,7 +97,7 @@ class WrappedReads:
         self._clear_binding()
         self.reset_for_process()
         reset_in_child(self)
-        self.number = next(_numbers)
+        self.number = next(_numbers)  # unique in this process
         _alive.add(self)
 
     def _clear_binding(self) -> None:

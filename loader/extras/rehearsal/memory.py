@@ -83,7 +83,7 @@ class Rehearsal:
         self._dataset = MemoryRows([], np.empty(0, np.int32), nothing)
         self._offered = 0  # samples
         self._adds = 0  # tasks so far, which seed the draws
-        self._ordered: bool | None = None
+        self._ordered: bool | None = None  # whether tasks are added with an order; None: none was
         self._awaited: Any = None  # what a loader reads while nothing was added
         self._warned = False
         #: Plain attributes and length of each dataset when it was added, by its id: rows hold it.

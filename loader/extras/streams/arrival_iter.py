@@ -73,9 +73,9 @@ class ArrivalIter(PacedIterator):
         self._first_batch = 0  # of those that this iterator returns
         self._first_step = 0  # its number among all steps of the stream
         self._replays: StreamReplays | None = None
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, Place] = {}  # before each of the last batches, by its number
         self._notes: ReaderNotes | None = None  # once it has begun, of a reader with a name
-        self.reports = False
+        self.reports = False  # whether creel's loader says which batches training has
 
     # --- as PacedIterator -----------------------------------------------------------------------
 

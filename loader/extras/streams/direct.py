@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+from creel.loader.data.buffers import BufferPool, over_array
 
 if TYPE_CHECKING:
+    import torch
+
     from creel.loader.data.binding.bind import Gather
     from creel.loader.extras.streams.stream import Stream
     from creel.policies.arrays import Ints
@@ -44,7 +47,7 @@ class DirectBatches:
         self._gather = gather
         self._stream = copy.copy(stream) if frozen else stream
         self._memory = memory
-        self._rows: torch.Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._rows = BufferPool()
 
     def batch(self, index: object) -> Any:
         """Return a batch; None if the index is not a list of samples, or the stream was changed.
@@ -59,8 +62,6 @@ class DirectBatches:
             return None
         if self._gather.nbytes >= _LARGE * len(self._stream.fields.parts):
             return self._stream.read_fields(ids, self._memory)
-        nbytes = len(ids) * self._gather.nbytes
-        if len(self._rows) != nbytes:
-            self._rows = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._stream.read_rows(ids, self._rows.numpy().reshape(len(ids), -1))
-        return self._gather.collate(self._rows, ids, self._memory)
+        rows = self._rows.array(len(ids) * self._gather.nbytes)
+        self._stream.read_rows(ids, rows.reshape(len(ids), -1))
+        return self._gather.collate(over_array(rows), ids, self._memory)

@@ -104,15 +104,18 @@ class Stream(RecordDataset):
         check_callable(transform=transform, batch_transform=batch_transform)
         if transform is not None and batch_transform is not None:
             raise ConfigError("give transform= or batch_transform=, not both")
-        self.storage_options = None
+        self.storage_options = None  # a log has none
+        #: Whether its folder is on this machine's disk; None: not looked at yet.
         self._local: bool | None = None
-        self.log = _awaited(path, timeout_s)
+        self.log = _awaited(path, timeout_s)  # of the stream, which may still grow
         self.name, self.shuffle, self.seed, self.begin = name, shuffle, seed, begin
         self.timeout_s = timeout_s
         self.share = Share(self.log, name, rank, world)
+        #: A sample as the daemon reads it: the bytes of a record.
         self.dtype, self.shape, self.nbytes = torch.uint8, (self.log.nbytes,), self.log.nbytes
-        self.labels, self.to = None, None
+        self.labels, self.to = None, None  # as records have them: none
         self.fields = fields = Fields(self.log.layout)
+        #: Whether samples are the fields as they are.
         self._splits = transform is None and batch_transform is None
         self.transform = self.batch_transform = None
         if transform is not None:
@@ -122,6 +125,7 @@ class Stream(RecordDataset):
         else:
             self.batch_transform = fields.rows
         records = self.log.about.records
+        #: Of the dataset, those to come included.
         self._chunks = max(min(min(capacity, MAX_OBJECTS) // records, _MAX_CHUNKS), 1)
         self._size = (1 << 62) // records * records  # for numbers of samples beyond the capacity
 

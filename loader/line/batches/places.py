@@ -14,12 +14,12 @@ from creel.cache.memory.pools.free_ranges import NOWHERE
 from creel.cache.storage.stores.retry import public
 from creel.loader.client.log_lines import with_rank
 from creel.loader.data.binding.tree import reads_singly
+from creel.loader.making.batch_times import StallWarning
 from creel.loader.making.maker import BatchMaker, Waits
 from creel.loader.making.places.here import Here
 from creel.loader.making.places.processes import WorkerPool
 from creel.loader.making.places.shared_processes import SharedPool
 from creel.loader.making.places.threads import Threads
-from creel.loader.making.stages import StallWarning
 from creel.loader.making.transport.pinning import Pinning, pinned
 from creel.loader.making.workers.init_fn import init_of
 from creel.loader.making.workers.worker import WorkerArgs

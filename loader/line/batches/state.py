@@ -59,6 +59,7 @@ class LoaderState:
         self.args = args
         self.pid = os.getpid()  # a forked child makes a state of its own
         self._loader = weakref.ref(loader)
+        #: `_origins`: which file or variable each setting is from.
         self.config, self._origins = config_of(args.creel)
         lookup.use(self.config.fetch)
         self.buffers = BufferPool()  # kept over epochs: fresh pages cost time

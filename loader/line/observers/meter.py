@@ -7,7 +7,13 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from creel.counters import CAUSES, OF_RANKS, OF_WORKERS, report
-from creel.loader.making.stages import BATCH_CAUSES, CAUSE_OF, BatchTimes, divide, recorded_moments
+from creel.loader.making.batch_times import (
+    BATCH_CAUSES,
+    CAUSE_OF,
+    BatchTimes,
+    divide,
+    recorded_moments,
+)
 
 if TYPE_CHECKING:
     from creel.cache.memory.batch_log import BatchLog

@@ -19,7 +19,7 @@ from creel.counters import CAUSES
 from creel.loader.client.log_lines import with_rank
 from creel.loader.data.reading.bad_samples import printable
 from creel.loader.line.steps.batch_stream import BatchStream
-from creel.loader.making.stages import CAUSE_OF, IDLE, READING, StallWarning
+from creel.loader.making.batch_times import CAUSE_OF, IDLE, READING, StallWarning
 from creel.loader.making.workers.kernel_waits import Reader
 
 #: From so many ns on a batch is overdue; seconds between two looks.
@@ -74,7 +74,8 @@ class Overdue:
         self.warns_after_s = warns_after_s
         self._warned: object = None  # the batch of which `warn` has told
         self._awaited = weakref.WeakMethod(awaited)
-        self.since, self.over, self.next_at = 0, False, 0.0  # the last two for `Watch`
+        self.since, self.over = 0, False  # `over`, `next_at`: for `Watch`
+        self.next_at = time.monotonic() + _LOOK_S
         self.reported_to: BatchStream | None = None
         self._counted = 0  # until when it was counted, ns
         #: ns by cause that were counted before the wait was over.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from creel.loader.client.cluster.ranks import speaks
 from creel.loader.data.reading.bad_samples import printable
 from creel.loader.line.observers.watch import watch
-from creel.loader.making.stages import READING
+from creel.loader.making.batch_times import READING
 from creel.loader.making.workers.kernel_waits import Reader
 
 _log = logging.getLogger("creel.loader")

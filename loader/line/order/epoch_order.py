@@ -122,8 +122,9 @@ class EpochOrder:
         #: CRC of the global generator before the epoch first began, in whatever process.
         self.before = zlib.crc32(begun.before.rng)
         self._own, self.copied = begun.before.own, begun.before.copied
+        #: The state of its generator, before the epoch.
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
-        self._encoded_rng = ""
+        self._encoded_rng = ""  # the same for a checkpoint, once asked for
         self.base_seed = begun.base_seed
         self.pulled = 0
 

@@ -99,7 +99,7 @@ class Replays:
         self.passes, self._rank, self._first_row = passes, rank, first_row
         self.start, self.growth, self.steps = start, growth, _NO_STEP
         self.bare = 0 if passes.kept else _NO_STEP if growth is None else growth.every
-        self.key = ("replays", passes, rank, start, first_row)
+        self.key = ("replays", passes, rank, start, first_row)  # equal for equal replays
         #: Of the latest pass: its number and permutation.
         self._drawn: dict[Passes, tuple[int, Permutation]] = {}
         self._last: _Block | None = None  # the block that was asked for last

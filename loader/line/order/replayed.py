@@ -91,7 +91,7 @@ class ReplayedOrder(EpochOrder):
         self.inner = inner_of(self._sampler)  # the sampler that draws
         self._given, self._redraw = given, redraw
         if getattr(self.inner, "replacement", False):
-            self.lookahead = 2
+            self.lookahead = 2  # with replacement, see `EpochOrder`
         self._stream: SamplerStream | None = None  # None until torch would begin to draw
         self._division = Division()  # of its items, in steps
         self._at = 0  # next item

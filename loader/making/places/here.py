@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from creel.loader.client.session import Session
     from creel.loader.data.binding.bind import Binding
     from creel.loader.data.reading.bad_samples import Key
+    from creel.loader.making.batch_times import BatchTimes
     from creel.loader.making.maker import BatchMaker, Waits
     from creel.loader.making.places.other_ranks import Tee
     from creel.loader.making.places.place import Serves, Slots
     from creel.loader.making.stage import Make
-    from creel.loader.making.stages import BatchTimes
     from creel.loader.making.task import Task
     from creel.loader.making.transport.pinning import Pinning
 
@@ -54,7 +54,7 @@ class Here(BatchPlace):
             waits: how to wait for objects of another binding, which may take the maker's place.
         """
         super().__init__()
-        self.pid = 0
+        self.pid = 0  # no process of its own
         self._maker, self._serving, self._pinning = maker, serving, pinning
         self._counted = counted
         self._make: Make = maker.make
@@ -62,7 +62,9 @@ class Here(BatchPlace):
             self._make = stage.in_trainer(self._make)
         if tee is not None:
             self._make = tee.around(self._make, maker.times)
+        #: `_as_worker`: an error is a batch, as one of a worker is: the next batches still come.
         self._as_worker, self._tee, self._waits = ahead > 0, tee, waits
+        #: Asked for, not made: number, task, session.
         self._tasks: deque[tuple[int, Task, Session | None]] = deque(maxlen=max(ahead, 1))
 
     def again(self, bad: Mapping[Key, str]) -> None:

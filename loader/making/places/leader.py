@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from creel.loader.data.reading.bad_samples import BadSample
+from creel.loader.making.batch_times import NO_TIMES, BatchTimes
 from creel.loader.making.places.other_ranks import OtherRanks
-from creel.loader.making.stages import NO_TIMES, BatchTimes
 from creel.loader.making.transport.batch_message import BatchMessage, Outbox
 from creel.loader.making.transport.channel import Channel
 from creel.loader.making.workers.worker import portable

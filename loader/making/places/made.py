@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from creel.loader.making.stages import BatchTimes
+from creel.loader.making.batch_times import BatchTimes
 from creel.loader.making.transport.unpacking import discard, unpack
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from creel.loader.data.reading.bad_samples import BadSample
+    from creel.loader.making.batch_times import BatchTimes
     from creel.loader.making.places.place import BatchPlace
     from creel.loader.making.stage import Make
-    from creel.loader.making.stages import BatchTimes
     from creel.loader.making.transport.batch_message import BatchMessage
 
 

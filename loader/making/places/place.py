@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from creel.loader.making.batch_times import IDLE
 from creel.loader.making.places.made import Made
-from creel.loader.making.stages import IDLE
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from creel.cache.memory.memfd import Descriptor, sealed_memfd
 from creel.loader.data.reading.bad_samples import BadSample, Key
+from creel.loader.making.batch_times import STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.making.places.made import Death, Event, Made
 from creel.loader.making.places.place import BatchPlace, Slots, WorkerProcess
-from creel.loader.making.stages import STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.making.task import Task
 from creel.loader.making.transport.batch_message import BatchMessage, Inbox
 from creel.loader.making.transport.channel import Channel, pair

@@ -21,9 +21,9 @@ import torch
 
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.data.reading.bad_samples import Key
+from creel.loader.making.batch_times import IDLE, STARTING, BatchTimes, merged
 from creel.loader.making.places.made import Death, Made
 from creel.loader.making.places.processes import WorkerPool, until_forked
-from creel.loader.making.stages import IDLE, STARTING, BatchTimes, merged
 from creel.loader.making.task import WHOLE
 from creel.loader.making.transport.batch_message import BatchMessage
 from creel.loader.making.transport.channel import Channel, pair

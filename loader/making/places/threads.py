@@ -14,9 +14,9 @@ import msgspec
 import torch
 
 from creel.loader.client.claim import DIRECT
+from creel.loader.making.batch_times import NO_TIMES
 from creel.loader.making.places.made import Made
 from creel.loader.making.places.place import BatchPlace
-from creel.loader.making.stages import NO_TIMES
 from creel.loader.torch_private import ExceptionWrapper
 from creel.system.forks import join_before_fork
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from creel.loader.making.stages import IDLE, READING
+from creel.loader.making.batch_times import IDLE, READING
 from creel.system.python_open import python_open, text_of
 
 #: Numbers of system calls whose first argument is a descriptor that they read: read, pread64,
@@ -59,7 +59,7 @@ class Reader(NamedTuple):
     Attributes:
         pid: its process.
         threads: returns the numbers of its threads that may read samples.
-        stage: returns its stage (`stages`), and the number of the batch that it makes.
+        stage: returns its stage (`batch_times`), and the number of the batch that it makes.
     """
 
     pid: int

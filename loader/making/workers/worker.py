@@ -42,9 +42,9 @@ from creel.errors import UnavailableError
 from creel.loader.data.binding.bind import Binding, bind
 from creel.loader.data.buffers import keep_freed_memory
 from creel.loader.data.reading.bad_samples import Tolerance
+from creel.loader.making.batch_times import IDLE, SENDING, busy
 from creel.loader.making.maker import BatchMaker, StageClock, Waits
 from creel.loader.making.stage import Stage
-from creel.loader.making.stages import IDLE, SENDING, busy
 from creel.loader.making.task import WHOLE, Task
 from creel.loader.making.transport.batch_message import BatchMessage, Collate, Outbox
 from creel.loader.making.transport.channel import Channel
@@ -83,20 +83,20 @@ _JOIN_S = 3.0
 class WorkerArgs:
     """Arguments of a worker; pickled under spawn and forkserver, inherited under fork."""
 
-    dataset: Dataset[object]
+    dataset: Dataset[object]  # of this worker
     collate_fn: Collate
-    auto_collation: bool
-    drop_last: bool
+    auto_collation: bool  # whether an index is of a batch, not of a sample
+    drop_last: bool  # as the loader's
     base_seed: int  # of torch's iterator
-    init_fn: Callable[[int], object] | None
-    worker_id: int
-    num_workers: int
+    init_fn: Callable[[int], object] | None  # a person's `worker_init_fn`
+    worker_id: int  # from 0 on, as torch counts
+    num_workers: int  # of the loader
     binding: Binding | None
     tolerance: Tolerance
     plain: bool  # a batch is default_collate of all its samples
     wait_s: float  # longest wait for the daemon
     slots: int  # most slots of one worker, see `loader.slots`
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Stage, ...] = ()  # of the options that are set
     inherited: tuple[mmap.mmap, ...] = ()  # slots of the previous worker; only under fork
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from creel.cache.memory.memfd import mapped
 from creel.counters import OF_WORKERS
 
-#: The word of a row that says what a worker does (`stages`), for which batch, since when (ns), and
-#: the tag of that batch, and which part of it.
+#: The word of a row that says what a worker does (`batch_times`), for which batch, since when (ns),
+#: and the tag of that batch, and which part of it.
 STAGE, BATCH, SINCE_NS, TAG, PART = range(5)
 #: The word of each counter by name.
 COUNTER = {name: PART + 1 + i for i, name in enumerate(OF_WORKERS)}

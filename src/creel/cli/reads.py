@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 
 from creel.loader.line.observers.watch import watch
-from creel.loader.making.stages import READING
+from creel.loader.making.batch_times import READING
 from creel.loader.making.workers.kernel_waits import process
 
 #: Seconds between two looks, and between two lists of the processes.

@@ -120,11 +120,14 @@ class Producer:
         """Leave what is not written to the parent; called in a forked child."""
         self._count = 0  # records of the chunk that is being filled
         self._chunks = None  # a thread that is not here may have been about to change it
+        #: `_entered`: whether this thread is in a call, which a signal handler may interrupt.
         self._lock, self._entered = threading.RLock(), False
 
     def _begin(self) -> None:
         """Begin without records."""
+        #: The chunk that is being filled, of which the first `_count` records are set.
         self._rows = np.zeros(self._stream.about.records, self._stream.layout)
+        #: The same, field by field.
         self._columns = {n: Column(n, self._rows[n]) for n in self._rows.dtype.names or ()}
         self._count = 0
         self._wrote_at = time.monotonic()  # when that chunk was begun

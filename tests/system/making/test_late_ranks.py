@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 import creel
-from creel.loader.making.stages import StallWarning
+from creel.loader.making.batch_times import StallWarning
 from kit import until
 from testbed.ranks import ranks
 

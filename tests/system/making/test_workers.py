@@ -24,8 +24,8 @@ import torch
 import creel
 from creel.cache.memory.slots.reader import SlotReader
 from creel.loader.line.batches import iterator as iterators
+from creel.loader.making.batch_times import StallWarning
 from creel.loader.making.places.processes import WorkerPool
-from creel.loader.making.stages import StallWarning
 from kit import descriptors, gone, stopped, until
 from programs import Program
 from squares import Pids, Squares, pids

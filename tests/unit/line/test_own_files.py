@@ -12,7 +12,7 @@ import pytest
 
 from creel.loader.line.observers import unwrapped_files
 from creel.loader.line.observers.unwrapped_files import AwaitedFile, OwnFiles, ThreadSamples
-from creel.loader.making.stages import READING
+from creel.loader.making.batch_times import READING
 from creel.loader.making.workers.kernel_waits import KernelWait, Reader, awaited, this_thread
 from kit import until
 

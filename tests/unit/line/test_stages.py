@@ -16,7 +16,8 @@ from creel.cache.memory.shared_words import HEARTBEAT, OVERDUE, WORDS_NBYTES, Sh
 from creel.counters import CAUSES
 from creel.loader.line.observers.meter import Meter
 from creel.loader.line.observers.overdue import Awaited, Overdue
-from creel.loader.making.stages import READING, WAITING, BatchTimes, divide
+from creel.loader.line.observers.watch import Watch
+from creel.loader.making.batch_times import READING, WAITING, BatchTimes, divide
 from kit import seeds
 
 
@@ -139,3 +140,20 @@ def test_a_wait_of_less_than_a_second_is_not_told(
     wait.poll()
     assert words.overdue() == (10**12, "source", "/data/1")
     assert words.counters()["stall_source_ns"] == 10**9
+
+
+def test_a_wait_that_begins_wakes_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the interpreter's lock at the start of each epoch; a look comes soon enough."""
+    watch, wakes = Watch("creel-test"), list[int]()
+    monkeypatch.setattr(watch, "_start", lambda: None)
+    monkeypatch.setattr(watch, "wake", lambda: wakes.append(1))
+    run = Run(SimpleNamespace())
+    first, second, urgent = (Overdue(run.awaited, 60.0) for _ in range(3))
+    first.next_at, second.next_at, urgent.next_at = 5.0, 5.0, 1.0
+    watch.add(first)
+    assert watch._due() is first
+    watch.add(second)
+    assert not wakes
+    watch.add(urgent)
+    assert wakes
+    assert watch._due() is urgent

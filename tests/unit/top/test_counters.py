@@ -17,7 +17,7 @@ from creel.cli.watching import view
 from creel.counters import CAUSES, COUNTERS, OF_RANKS, OF_WORKERS, STAGES, Counter, report
 from creel.daemon.reporting.prometheus import serve_page
 from creel.loader.line.observers.meter import Meter
-from creel.loader.making.stages import CAUSE_OF
+from creel.loader.making.batch_times import CAUSE_OF
 from creel.loader.making.workers import worker_words
 from creel.loader.making.workers.worker_words import WorkerWords
 

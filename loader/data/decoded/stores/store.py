@@ -147,13 +147,14 @@ class DecodedStore:
         self.limit = limit
         self.joint = joint
         self.looks = self.most_looks if looks is None else looks
+        #: Its counters; where each sample lies.
         self._words, self._word_of = self._open_words()
         #: Which samples are kept in the first epoch.
         self.slowest = Slowest(self._words, samples)
         self._windows: dict[int, memoryview] = {}  # by GiB
         #: Whether this process made the memfd.
         self.mine = True
-        self._counter: weakref.ref[object] | None = None
+        self._counter: weakref.ref[object] | None = None  # the loader's that counts what is kept
         self.reset_for_process()
         reset_in_child(self)
         self.opener = opener or self._new_opener()

@@ -1,4 +1,4 @@
-"""Stages of a worker, and the division of a wait for its batch by cause.
+"""Times of a batch: the stages of its worker, and the division of a wait for it by cause.
 
 A worker writes its stage to its shared words, and sends each batch with the times at which its
 stages began. These times divide a wait among the stages that took it. All times are ns of the
