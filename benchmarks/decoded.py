@@ -215,7 +215,8 @@ def written(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def decoding(data: bytes) -> Any:
         nonlocal place
         sample = decode(data)
-        place += os.pwritev(fd, encode(sample)[1], place)
+        buffers: list[Any] = encode(sample)[1]
+        place += os.pwritev(fd, buffers, place)
         return sample
 
     return decoding
