@@ -172,7 +172,6 @@ class DecodedStore:
     def reset_for_process(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
-        self._next_made: int | None = None  # of `_MADE`, counted with the last sample
         self._apart = 1  # steps of `_LOOK_NBYTES` until the free memory is looked at again
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -244,11 +243,9 @@ class DecodedStore:
 
     def to_make_twice(self) -> bool:
         """Count a sample that is about to be kept; whether to see if it is the same again."""
-        n, self._next_made = self._next_made, None
-        if n is None:
-            with self._locked():
-                n = self._words[_MADE]
-                self._words[_MADE] = n + 1
+        with self._locked():
+            n = self._words[_MADE]
+            self._words[_MADE] = n + 1
         return not n % next(one_in for below, one_in in _TWICE if n < below)
 
     def to_compare(self, by: int) -> bool:
@@ -366,8 +363,6 @@ class DecodedStore:
             words[DECODED] += nbytes
             words[_ENCODED] += encoded_nbytes
             words[_DECODE_NS] += ns
-            self._next_made = words[_MADE]  # a lock of its own takes as long as all of this
-            words[_MADE] += 1
             self.slowest.decoded(kind, nbytes)
             used = words[USED]
             if self.limit is not None and used + nbytes > self.limit:
