@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 #: Smaller batches are copied on request: 2 MB take 0.2 ms, about as long as waking a thread
 #: (benchmarks/cost_per_batch.py, tokens x 256). Larger ones are copied ahead of use.
 INLINE_NBYTES = 4 << 20
+#: How long to wait for a daemon that has all of a batch to say so: it takes a turn of its loop.
+_ANSWER_S = 0.5
 
 
 class TrainerWaits(Waits):
@@ -60,7 +62,7 @@ class TrainerWaits(Waits):
     def wait(self, session: Session, step: int, ids: Ids) -> bool:
         own_s = self._direct.wait_s(len(ids), session.nbytes(ids), session.object_ns)
         if not own_s and self._direct.supposes and NOWHERE not in session.table.offset[ids]:
-            own_s = math.inf  # all is in memory: only the daemon's answer is not there yet
+            own_s = _ANSWER_S  # all is in memory: only the daemon's answer is not there yet
         if not own_s:
             return False
         began, quiet_s = time.monotonic(), self._quiet_s

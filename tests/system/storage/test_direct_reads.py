@@ -25,6 +25,7 @@ from testbed.http_server import Server
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 FILES, NBYTES, BATCH = 640, 2_000, 16
+WINDOW = 4
 DIRECT = {"loader.direct": "auto"}
 SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
 
@@ -92,16 +93,15 @@ def test_no_reader_waits_for_a_daemon_where_the_page_cache_is_quicker(
         data = creel.FileDataset(paths, decode=decode)
     if kind == "own":
         data = Reads(paths)
-    near = {"CREEL_WINDOW__MAX_STEPS": "4"}
+    near = {"CREEL_WINDOW__MAX_STEPS": str(WINDOW)}
     with Running(daemon_name, env=near) as daemon:
         theirs = list(batches(DataLoader, data))
         torch.manual_seed(3)
         ours: Any = creel.DataLoader(data, batch_size=BATCH, shuffle=True, creel=DIRECT)
         it = iter(ours)
         mine = [next(it)]
-        daemon.signal(signal.SIGSTOP)
-        until(lambda: stopped(daemon.pid), event="the daemon stands still")
-        session_of(daemon_name).words[OBJECT_NS] = 20_000  # whatever a busy machine measured
+        session = stand_still(daemon)
+        session.words[OBJECT_NS] = 20_000  # whatever a busy machine measured
         mine += list(it)
         daemon.signal(signal.SIGCONT)
         assert all(map(torch.equal, mine, theirs))
@@ -116,15 +116,13 @@ def test_a_daemon_without_processors_is_not_waited_for_where_reading_is_quick(
     daemon_name: str, paths: list[str]
 ) -> None:
     """Its own reads are slow then, too; here it is stopped, the extreme case."""
-    near = {"CREEL_WINDOW__MAX_STEPS": "4"}
+    near = {"CREEL_WINDOW__MAX_STEPS": str(WINDOW)}
     with Running(daemon_name, env=near) as daemon:
         torch.manual_seed(3)
         ours: Any = creel.DataLoader(Reads(paths), batch_size=BATCH, shuffle=True, creel=DIRECT)
         it = iter(ours)
         next(it)
-        daemon.signal(signal.SIGSTOP)
-        until(lambda: stopped(daemon.pid), event="the daemon stands still")
-        words = session_of(daemon_name).words
+        words = stand_still(daemon).words
         words[OBJECT_NS] = 20_000
         while not ours.stats()["direct_reads"]:
             next(it)
@@ -378,6 +376,18 @@ def session_of(name: str) -> Session:
     client = connections.connected(name)
     assert client is not None
     (session,) = client.sessions
+    return session
+
+
+def stand_still(daemon: Running) -> Session:
+    """Stop the daemon once all that may be read after the first batch is ready.
+
+    Of a batch that memory has, and that is not said to be ready, a reader expects that at once.
+    """
+    session = session_of(daemon.name)
+    until(lambda: session.words[READY] == 1 + WINDOW, event="all that may be read is ready")
+    daemon.signal(signal.SIGSTOP)
+    until(lambda: stopped(daemon.pid), event="the daemon stands still")
     return session
 
 
